@@ -1,0 +1,27 @@
+/* What depends on the compiler or the processor, in one place: nothing else in the tree asks for them with #ifdef. */
+#ifndef CD_BASE_ATTR_H
+#define CD_BASE_ATTR_H
+
+/* Two 64-byte lines: adjacent-line prefetchers pull lines in pairs, so one line alone still falsely shares. */
+#define CD_LINE 128
+#define CD_ALIGNED(bytes) __attribute__((aligned(bytes)))
+#define CD_PRINTF(text, first) __attribute__((format(printf, text, first)))
+#define CD_MUST_USE __attribute__((warn_unused_result))
+#define CD_COLD __attribute__((cold, noinline))
+#define CD_UNUSED __attribute__((unused))
+#define cd_likely(x) __builtin_expect(!!(x), 1)
+#define cd_unlikely(x) __builtin_expect(!!(x), 0)
+
+/* Tells the core that this is a spin loop. */
+static inline void cd_cpu_relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory");
+#else
+    __asm__ __volatile__("" ::: "memory");
+#endif
+}
+
+#endif

@@ -1,0 +1,63 @@
+#include "base/host.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+int cd_host_cores(void)
+{
+    /* A cache of a fact; every thread computes the same value, so a race is a repeat. */
+    static _Atomic int cached;
+    int cores = atomic_load_explicit(&cached, memory_order_relaxed);
+    if (cores)
+        return cores;
+    cpu_set_t set;
+    cores = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : (int)sysconf(_SC_NPROCESSORS_ONLN);
+    if (cores < 1)
+        cores = 1;
+    atomic_store_explicit(&cached, cores, memory_order_relaxed);
+    return cores;
+}
+
+void cd_host_boot_id(char out[40])
+{
+    memset(out, 0, 40);
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return;
+    ssize_t got = read(fd, out, 36);
+    close(fd);
+    if (got != 36)
+        memset(out, 0, 40);
+}
+
+cd_status cd_host_random(void *out, size_t bytes)
+{
+    uint8_t *next = out;
+    while (bytes) {
+        ssize_t got = getrandom(next, bytes, 0);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            return cd_fail_errno(CD_IO, errno, "getrandom");
+        next += got;
+        bytes -= (size_t)got;
+    }
+    return CD_OK;
+}
+
+void cd_host_name(char *out, size_t bytes)
+{
+    if (gethostname(out, bytes) != 0)
+        strncpy(out, "?", bytes);
+    out[bytes - 1] = 0;
+}
+
+size_t cd_host_page_bytes(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}

@@ -1,0 +1,20 @@
+/* Facts about this host and process. */
+#ifndef CD_BASE_HOST_H
+#define CD_BASE_HOST_H
+
+#include "base/status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Cores that this process may use (sched affinity), at least 1; read once per process start of the library's use. */
+int cd_host_cores(void);
+/* The kernel's boot id (36 characters and NUL), the same for all containers of a host; "" where it cannot be read. */
+void cd_host_boot_id(char out[40]);
+/* Random bytes from the kernel; blocks only before the kernel's pool is first filled. */
+cd_status cd_host_random(void *out, size_t bytes) CD_MUST_USE;
+/* Host name, cut to fit. For messages only: never resolved. */
+void cd_host_name(char *out, size_t bytes);
+size_t cd_host_page_bytes(void);
+
+#endif

@@ -1,0 +1,131 @@
+#include "base/wait.h"
+
+#include "base/host.h"
+
+#include <sched.h>
+#include <string.h>
+
+/* A nap is short enough not to be felt in a collective of a millisecond, long enough to leave the core to a peer. */
+#define NAP_NS UINT64_C(50000)
+/* Ctrl-C and aborts of other threads are seen at least this often. */
+#define IDLE_NS (50 * CD_NS_PER_MS)
+#define CLAIM_GRACE_NS (100 * CD_NS_PER_MS)
+/* About 20 µs: longer than a peer's copy of 64 KiB, shorter than a wake-up from a nap costs. */
+#define SPIN_DEFAULT 1000
+#define YIELDS_DEFAULT 200
+
+bool cd_cause_publish(cd_cause *cause, const cd_error *error)
+{
+    uint32_t none = CD_CAUSE_NONE;
+    if (!atomic_compare_exchange_strong_explicit(&cause->state, &none, CD_CAUSE_CLAIMED, memory_order_relaxed,
+                                                 memory_order_relaxed))
+        return false;
+    cause->code = (int32_t)error->code;
+    cause->rank = error->rank;
+    memcpy(cause->text, error->text, sizeof cause->text);
+    /* Release: a reader that sees PUBLISHED sees the fields above. */
+    atomic_store_explicit(&cause->state, CD_CAUSE_PUBLISHED, memory_order_release);
+    return true;
+}
+
+cd_status cd_cause_check(cd_cause *cause)
+{
+    uint32_t state = atomic_load_explicit(&cause->state, memory_order_acquire);
+    if (cd_likely(state == CD_CAUSE_NONE))
+        return CD_OK;
+    cd_deadline grace = cd_deadline_after_ns(CLAIM_GRACE_NS);
+    while (state != CD_CAUSE_PUBLISHED) {
+        if (cd_deadline_passed(grace))
+            return cd_fail(CD_ABORTED, "the group was aborted by a rank that died while it wrote down why");
+        cd_sleep_ns(NAP_NS);
+        state = atomic_load_explicit(&cause->state, memory_order_acquire);
+    }
+    cd_error error = {.code = (cd_status)cause->code, .rank = cause->rank};
+    memcpy(error.text, cause->text, sizeof error.text);
+    error.text[sizeof error.text - 1] = 0;
+    return cd_fail_with(&error);
+}
+
+cd_patience cd_patience_until(cd_deadline deadline, int ranks)
+{
+    bool crowded = ranks > cd_host_cores();
+    return (cd_patience){.deadline = deadline, .spin = crowded ? 0 : SPIN_DEFAULT, .yields = YIELDS_DEFAULT};
+}
+
+cd_waiter cd_waiter_start(const cd_patience *patience)
+{
+    return (cd_waiter){.patience = patience};
+}
+
+void cd_waiter_reset(cd_waiter *waiter)
+{
+    waiter->turns = 0;
+    waiter->napping = false;
+}
+
+cd_status cd_waiter_check(cd_waiter *waiter)
+{
+    const cd_patience *p = waiter->patience;
+    if (p->cause && atomic_load_explicit(&p->cause->state, memory_order_acquire) != CD_CAUSE_NONE)
+        return cd_cause_check(p->cause);
+    if (p->deadline.at_ns == UINT64_MAX && !p->idle)
+        return CD_OK;
+    uint64_t now = cd_now_ns();
+    if (p->idle && (!waiter->idled || now >= waiter->next_idle_ns)) {
+        waiter->idled = true;
+        waiter->next_idle_ns = now + IDLE_NS;
+        CD_TRY(p->idle(p->idle_ctx));
+    }
+    if (now >= p->deadline.at_ns)
+        return cd_fail(CD_TIMED_OUT, "the deadline passed");
+    return CD_OK;
+}
+
+cd_status cd_waiter_turn(cd_waiter *waiter)
+{
+    const cd_patience *p = waiter->patience;
+    uint32_t turn = waiter->turns;
+    if (turn < p->spin) {
+        waiter->turns++;
+        cd_cpu_relax();
+        return CD_OK;
+    }
+    CD_TRY(cd_waiter_check(waiter));
+    if (turn - p->spin < p->yields) {
+        waiter->turns++;
+        waiter->napping = turn - p->spin + 1 >= p->yields;
+        sched_yield();
+        return CD_OK;
+    }
+    waiter->napping = true;
+    cd_sleep_ns(NAP_NS);
+    return CD_OK;
+}
+
+int cd_waiter_nap_ms(const cd_waiter *waiter)
+{
+    return cd_deadline_poll_ms(waiter->patience->deadline, (int)(IDLE_NS / CD_NS_PER_MS));
+}
+
+cd_status cd_wait_word(const _Atomic uint64_t *word, uint64_t value, int peer, const cd_patience *patience)
+{
+    cd_waiter waiter = cd_waiter_start(patience);
+    for (;;) {
+        if (atomic_load_explicit(word, memory_order_acquire) >= value)
+            return CD_OK;
+        cd_status status = cd_waiter_turn(&waiter);
+        bool left = status == CD_OK && waiter.turns >= patience->spin && patience->gone && peer >= 0 &&
+                    atomic_load_explicit(&patience->gone[peer], memory_order_acquire) != 0;
+        if (cd_likely(status == CD_OK && !left))
+            continue;
+        /* Acquire on cause or gone came after the peer's last post: if it posted, it is visible now. */
+        if (status != CD_INTERRUPTED && atomic_load_explicit(word, memory_order_acquire) >= value)
+            return CD_OK;
+        int rank = peer >= 0 && patience->world_ranks ? patience->world_ranks[peer] : peer;
+        if (left)
+            return cd_fail_rank(CD_PEER_LOST, rank, "rank %d left the group before it took part", rank);
+        if (status == CD_TIMED_OUT && peer >= 0)
+            return cd_fail_rank(CD_TIMED_OUT, rank, "rank %d did not arrive before the deadline", rank);
+        return status;
+    }
+}

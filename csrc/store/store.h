@@ -1,0 +1,79 @@
+/* The key-value store: how processes find each other and agree. One interface over a TCP server, a file, a table in the
+ * process and a prefix on any of them. Keys and values are bytes; meanings follow torch.distributed's stores. */
+#ifndef CD_STORE_STORE_H
+#define CD_STORE_STORE_H
+
+#include "base/wait.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Bytes not owned (keys, values in) */
+typedef struct {
+    const void *data;
+    size_t bytes;
+} cd_bytes;
+
+/* Bytes owned by the caller: allocated with malloc by the callee, released with cd_buffer_free. Zero is empty. */
+typedef struct {
+    void *data;
+    size_t bytes;
+} cd_buffer;
+void cd_buffer_free(cd_buffer *buffer);
+
+typedef struct cd_store cd_store;
+
+/* How a call waits: deadline, Ctrl-C (idle) and an optional cause. spin fields are not used. */
+typedef cd_patience cd_store_patience;
+
+/* Every function: any thread; may block until patience ends; safe beside a blocked call of another thread on the same object
+ * (a blocked wait never holds up another call). Outputs are written on success only.
+ * Errors common to all: CD_STORE (closed, lost, refused), CD_STORE_TIMEOUT (names the keys and the time), CD_INTERRUPTED. */
+typedef struct {
+    const char *name; /* "tcp", "file", "hash", "prefix", "python" */
+    cd_status (*set)(cd_store *, cd_bytes key, cd_bytes value, const cd_patience *);
+    /* Waits for the key. */
+    cd_status (*get)(cd_store *, cd_bytes key, cd_buffer *out, const cd_patience *);
+    cd_status (*add)(cd_store *, cd_bytes key, int64_t delta, int64_t *value_p, const cd_patience *);
+    cd_status (*compare_set)(cd_store *, cd_bytes key, cd_bytes expected, cd_bytes desired, cd_buffer *out, const cd_patience *);
+    cd_status (*check)(cd_store *, const cd_bytes *keys, size_t count, bool *all_p, const cd_patience *);
+    cd_status (*wait)(cd_store *, const cd_bytes *keys, size_t count, const cd_patience *);
+    cd_status (*delete_key)(cd_store *, cd_bytes key, bool *existed_p, const cd_patience *);
+    cd_status (*num_keys)(cd_store *, int64_t *count_p, const cd_patience *);
+    cd_status (*append)(cd_store *, cd_bytes key, cd_bytes value, const cd_patience *);
+    /* Waits for all keys; out[count]. On failure nothing is left allocated. */
+    cd_status (*multi_get)(cd_store *, const cd_bytes *keys, size_t count, cd_buffer *out, const cd_patience *);
+    cd_status (*multi_set)(cd_store *, const cd_bytes *keys, const cd_bytes *values, size_t count, const cd_patience *);
+    /* NULL where the kind has no queues. pop: block == false and empty → CD_NOT_FOUND. */
+    cd_status (*queue_push)(cd_store *, cd_bytes key, cd_bytes value, const cd_patience *);
+    cd_status (*queue_pop)(cd_store *, cd_bytes key, bool block, cd_buffer *out, const cd_patience *);
+    cd_status (*queue_len)(cd_store *, cd_bytes key, int64_t *count_p, const cd_patience *);
+    cd_status (*list_keys)(cd_store *, cd_buffer **out_keys, size_t *count_p, const cd_patience *);
+    /* Wakes and fails every blocked call and all later ones. Any thread; does not block. */
+    void (*close)(cd_store *);
+    /* After close, when no call is running any more. Takes NULL. */
+    void (*free)(cd_store *);
+} cd_store_ops;
+
+/* Every kind starts with this. `refs`: shells and prefix stores that share it; the last cd_store_release closes and frees. */
+struct cd_store {
+    const cd_store_ops *ops;
+    _Atomic int refs;
+    _Atomic uint64_t timeout_ns; /* default of calls without a deadline of their own; 300 s */
+};
+
+void cd_store_init(cd_store *store, const cd_store_ops *ops); /* refs = 1, default timeout */
+cd_store *cd_store_retain(cd_store *store);
+void cd_store_release(cd_store *store);
+/* Patience for a call of this store: its own timeout from now, and the idle callback given. */
+cd_patience cd_store_patience_of(const cd_store *store, cd_idle_func idle, void *idle_ctx);
+
+static inline cd_bytes cd_bytes_of(const char *text)
+{
+    size_t bytes = 0;
+    while (text[bytes])
+        bytes++;
+    return (cd_bytes){text, bytes};
+}
+
+#endif
