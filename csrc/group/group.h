@@ -1,0 +1,83 @@
+/* What a user calls a process group. A *world* is what all groups of one init share: the table of members, the control
+ * connections, the monitor, the mesh, the host's shared memory. Groups are made of members of a world.
+ *
+ * Order: operations on one group run in the order of their calls on each rank and must be called in the same order on all.
+ * SEND and RECV are outside that order. Groups do not wait for each other. */
+#ifndef CD_GROUP_GROUP_H
+#define CD_GROUP_GROUP_H
+
+#include "backend/backend.h"
+#include "group/work.h"
+#include "store/store.h"
+
+typedef struct cd_world cd_world;
+typedef struct cd_group cd_group;
+
+typedef struct {
+    int rank, world;
+    const char *prefix;       /* of this world's keys in the store ("default_pg/0") */
+    uint64_t timeout_ns;      /* default deadline of operations */
+    const uint8_t *secret;    /* job secret of 32 bytes, or NULL: none */
+    const char *bind_address; /* address for data connections; NULL: the local address of the route to the store's host */
+    bool force_tcp;           /* tests: no shared memory even on one host */
+} cd_world_config;
+
+/* Meets the other ranks through the store and connects: returns on all ranks with the default group ready, or fails on all.
+ * Blocks until patience ends. On failure nothing is left behind (threads, descriptors, keys of this rank).
+ * Errors: CD_TIMED_OUT naming the missing ranks and the address waited on; CD_REFUSED (duplicate rank, other world size,
+ * wrong secret), CD_STORE*, CD_NETWORK, CD_INTERRUPTED. The store is retained until close. */
+cd_status cd_world_open(const cd_world_config *config, cd_store *store, const cd_patience *patience, cd_world **out);
+/* Says goodbye to the peers, closes every group (running operations end with CD_ABORTED), joins threads. Local and bounded
+ * (< 1 s), any thread, also after errors and after fork (then it only frees). */
+void cd_world_close(cd_world *world);
+/* Frees when the last group handle is gone too. */
+void cd_world_release(cd_world *world);
+cd_group *cd_world_group(cd_world *world);
+/* Tells all peers at once why this rank goes (uncaught exception): their calls fail with CD_PEER_LOST and this text. */
+void cd_world_announce_death(cd_world *world, const char *why);
+/* Memory of this host's arena; NULL where there is none. */
+struct cd_arena *cd_world_arena(cd_world *world);
+int cd_world_local_rank(const cd_world *world); /* position among the ranks of this host */
+int cd_world_local_size(const cd_world *world);
+
+/* Collective over the members only. `ranks`: world ranks in group order. Members must make equal sets in the same order.
+ * A disagreement on membership is a CD_TIMED_OUT that names both lists. */
+cd_status cd_group_create(cd_world *world, const int *ranks, int count, uint64_t timeout_ns, const cd_patience *patience,
+                          cd_group **out);
+/* Local and bounded: later calls fail, running ones end with CD_ABORTED. Any thread. */
+void cd_group_close(cd_group *group);
+cd_group *cd_group_retain(cd_group *group);
+void cd_group_release(cd_group *group);
+
+int cd_group_rank(const cd_group *group);
+int cd_group_size(const cd_group *group);
+const int32_t *cd_group_world_ranks(const cd_group *group);
+uint64_t cd_group_timeout_ns(const cd_group *group);
+void cd_group_set_timeout_ns(cd_group *group, uint64_t timeout_ns);
+cd_world *cd_group_world(cd_group *group);
+/* How data moves: "shm", "tcp" or "self", for logs and tests. */
+const char *cd_group_transport(const cd_group *group);
+
+/* Attaches the backend for another device type (GPU) at first use or eagerly; collective. */
+cd_status cd_group_open_device(cd_group *group, cd_device device, int device_index, bool eager, const cd_patience *patience);
+cd_backend *cd_group_backend(cd_group *group, cd_device device); /* NULL if not opened */
+
+/* Runs op to its end in the calling thread if nothing is queued before it, behind the queue otherwise. Fails at once with
+ * the group's cause if it has one. patience->cause/gone/world_ranks are filled in here. A failure in the group range becomes the
+ * group's cause, so that every rank raises. */
+cd_status cd_group_run(cd_group *group, cd_op *op, cd_patience *patience);
+/* Queues op and returns; op is copied, with the lists of its blocks. `timeout_ns` counts from the start of the operation. */
+cd_status cd_group_issue(cd_group *group, const cd_op *op, uint64_t timeout_ns, cd_work **out);
+/* True when cd_group_run is expected to take a few µs once all have called: the caller may keep the GIL until the first idle. */
+bool cd_group_is_quick(cd_group *group, const cd_op *op);
+/* Makes `error` the group's cause on every rank; running and later operations fail with it. Any thread; does not block. */
+void cd_group_abort(cd_group *group, const cd_error *error);
+/* CD_OK, or the sticky cause as the thread's error. */
+cd_status cd_group_status(cd_group *group);
+/* Number of the last collective issued. */
+uint64_t cd_group_sequence(const cd_group *group);
+/* Blocks until every rank of the group called it, or names those that did not (bitmap of world ranks, up to `world` bytes set
+ * to 1 in missing). wait_all: collect all missing until the deadline, otherwise stop at the first. All ranks succeed or all fail. */
+cd_status cd_group_monitored_barrier(cd_group *group, bool wait_all, const cd_patience *patience, uint8_t *missing);
+
+#endif

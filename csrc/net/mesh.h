@@ -1,0 +1,83 @@
+/* Messages between any two ranks of a world: matching by (peer, context, tag), first in first out for equal keys, over one
+ * pipe a pair. Point-to-point operations and the collectives between hosts both run on it, so that all groups share the
+ * connections of a pair of ranks and none can block another.
+ *
+ * Vocabulary. A *transfer* is one send or one receive. *Context* separates groups and uses within a group. *Eager*: a message
+ * whose body follows its header at once (up to CD_MESH_EAGER bytes); if nobody waits for it yet it is kept on the heap.
+ * *Rendezvous*: a larger one, whose body is sent only after the receiver has said that it has posted the receive, so that it
+ * goes straight into the caller's memory and a stream is never blocked by a message that nobody wants yet.
+ *
+ * Threads: every function may be called from any thread; one lock inside. Progress is made by whoever waits, and by a helper
+ * thread of the mesh while asynchronous transfers are outstanding and nobody waits. */
+#ifndef CD_NET_MESH_H
+#define CD_NET_MESH_H
+
+#include "base/pipe.h"
+#include "base/wait.h"
+
+#include <stdint.h>
+
+/* Largest message sent without asking (see above); larger ones pay half a round trip, smaller ones at most one copy. */
+#define CD_MESH_EAGER 16384
+
+typedef struct cd_mesh cd_mesh;
+
+typedef struct {
+    uint64_t context;
+    int64_t tag;
+} cd_match;
+
+/* One send or receive. The caller provides the memory (in a Work or on its stack), which must stay until the transfer is
+ * complete or cancelled. Fields are the mesh's; read `error`, `source` and `bytes` after completion. */
+typedef struct cd_xfer {
+    struct cd_xfer *next;
+    _Atomic uint64_t done; /* 0 running, 1 complete (release: data and the fields below are visible) */
+    bool is_send, is_async;
+    int peer;              /* world rank; −1 for a receive from anyone */
+    cd_match match;
+    uint32_t signature;    /* of the sender's dtype and shape; compared by the receiver unless 0 on either side */
+    char *data;
+    size_t bytes;          /* posted; after a receive: of the message */
+    size_t moved;
+    uint32_t state, ticket;
+    int source;            /* receive: the world rank that sent */
+    cd_error *error;       /* NULL = fine; owned by the transfer: free with cd_xfer_clear */
+} cd_xfer;
+
+cd_status cd_mesh_create(int rank, int world, cd_mesh **out);
+/* Gives the mesh the pipe to pipe->peer; the mesh owns it from here. A rank without pipe is unreachable: transfers fail. */
+void cd_mesh_attach(cd_mesh *mesh, cd_pipe *pipe);
+/* Fails every transfer, running and later. Any thread; does not block. */
+void cd_mesh_close(cd_mesh *mesh, const cd_error *why);
+/* After close; joins the helper thread, frees pipes and kept messages. Takes NULL. */
+void cd_mesh_free(cd_mesh *mesh);
+
+/* Post a transfer; never blocks; tries to move bytes at once (a small send is normally complete on return). peer == own rank
+ * is legal (a copy). `is_async`: nobody may wait for long, so the helper thread drives it. Failures are in the transfer. */
+void cd_mesh_send(cd_mesh *mesh, cd_xfer *xfer, int peer, cd_match match, uint32_t signature, const void *data, size_t bytes,
+                  bool is_async);
+/* A message longer than `bytes` fails the receive with CD_MISMATCH (both sizes named) and is dropped; a shorter one is
+ * CD_MISMATCH too unless `may_be_shorter`. */
+void cd_mesh_recv(cd_mesh *mesh, cd_xfer *xfer, int peer, cd_match match, uint32_t signature, void *data, size_t bytes,
+                  bool may_be_shorter, bool is_async);
+/* Makes progress until all are complete or patience ends. Returns the error of the first failed transfer (it becomes the
+ * thread's), or CD_TIMED_OUT naming a peer that is waited for, the cause's, CD_PEER_LOST if that peer left. The transfers of
+ * a wait that failed are still posted: cancel them before their memory goes. patience->gone is indexed by world rank here. */
+cd_status cd_mesh_wait(cd_mesh *mesh, cd_xfer *const *xfers, int count, const cd_patience *patience) CD_MUST_USE;
+/* One turn of progress; true when complete. */
+bool cd_mesh_test(cd_mesh *mesh, cd_xfer *xfer);
+/* After return the mesh touches neither the transfer nor its data. A send that is half out is completed with filler bytes
+ * that the receiver's end recognises as an aborted message (its receive fails with CD_ABORTED). */
+void cd_mesh_cancel(cd_mesh *mesh, cd_xfer *xfer);
+void cd_xfer_clear(cd_xfer *xfer);
+/* Waits for a message without receiving it: its size and source. For object transfers of unknown size. */
+cd_status cd_mesh_probe(cd_mesh *mesh, int peer, cd_match match, size_t *bytes_p, int *source_p, const cd_patience *patience);
+
+/* A peer is lost (monitor): fails all transfers with it, now and later, with this error. Any thread. */
+void cd_mesh_fail_peer(cd_mesh *mesh, int peer, const cd_error *why);
+/* A group is gone: kept messages of the context are dropped, as are those that still come. */
+void cd_mesh_forget(cd_mesh *mesh, uint64_t context);
+/* Payload bytes sent so far, for tests of step and byte tables. */
+uint64_t cd_mesh_bytes_sent(const cd_mesh *mesh);
+
+#endif

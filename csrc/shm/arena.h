@@ -1,0 +1,39 @@
+/* Memory of a host that all its ranks have mapped, cut in one region a rank, from which each rank allocates for itself
+ * (cdist.empty, gradient buckets): collectives run on it in place, without staging. */
+#ifndef CD_SHM_ARENA_H
+#define CD_SHM_ARENA_H
+
+#include "base/status.h"
+
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* One process's view. Blocks are 128-byte aligned (page aligned from 64 KiB on), first-touched by the caller. */
+typedef struct cd_arena {
+    char *base;            /* of rank 0's region in this process's mapping */
+    size_t region_bytes;   /* per rank; sparse: costs memory only where touched */
+    int ranks, local;
+    pthread_mutex_t lock;
+    struct cd_arena_block *blocks;
+} cd_arena;
+
+/* Takes memory of ranks × region_bytes (may be NULL: then every allocation fails with CD_UNSUPPORTED). */
+cd_status cd_arena_open(void *memory, size_t region_bytes, int ranks, int local, cd_arena **out);
+void cd_arena_free(cd_arena *arena);
+/* From the own region. Any thread. Errors: CD_NO_MEMORY with the sizes. */
+cd_status cd_arena_alloc(cd_arena *arena, size_t bytes, void **out);
+/* Gives a block back; its pages too (punch hole / MADV_REMOVE) from 1 MiB on. */
+void cd_arena_release(cd_arena *arena, void *block);
+/* Offset in the own region, or SIZE_MAX when [p, p + bytes) does not lie in it. O(1). */
+static inline size_t cd_arena_offset(const cd_arena *arena, const void *p, size_t bytes)
+{
+    size_t offset = (size_t)((const char *)p - arena->base) - (size_t)arena->local * arena->region_bytes;
+    return offset < arena->region_bytes && bytes <= arena->region_bytes - offset ? offset : SIZE_MAX;
+}
+static inline void *cd_arena_at(const cd_arena *arena, int local, size_t offset)
+{
+    return arena->base + (size_t)local * arena->region_bytes + offset;
+}
+
+#endif
