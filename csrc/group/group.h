@@ -8,6 +8,7 @@
 
 #include "backend/backend.h"
 #include "group/work.h"
+#include "shm/arena.h"
 #include "store/store.h"
 
 typedef struct cd_world cd_world;
@@ -36,7 +37,7 @@ cd_group *cd_world_group(cd_world *world);
 /* Tells all peers at once why this rank goes (uncaught exception): their calls fail with CD_PEER_LOST and this text. */
 void cd_world_announce_death(cd_world *world, const char *why);
 /* Memory of this host's arena; NULL where there is none. */
-struct cd_arena *cd_world_arena(cd_world *world);
+cd_arena *cd_world_arena(cd_world *world);
 int cd_world_local_rank(const cd_world *world); /* position among the ranks of this host */
 int cd_world_local_size(const cd_world *world);
 
