@@ -7,6 +7,9 @@
 
 /* A nap is short enough not to be felt in a collective of a millisecond, long enough to leave the core to a peer. */
 #define NAP_NS UINT64_C(50000)
+/* After about 20 ms of short naps the peer is busy with something else: sleep so long that waiting costs under 2% of a core. */
+#define SHORT_NAPS 200
+#define LONG_NAP_NS UINT64_C(400000)
 /* Ctrl-C and aborts of other threads are seen at least this often. */
 #define IDLE_NS (50 * CD_NS_PER_MS)
 #define CLAIM_GRACE_NS (100 * CD_NS_PER_MS)
@@ -98,7 +101,8 @@ cd_status cd_waiter_turn(cd_waiter *waiter)
         return CD_OK;
     }
     waiter->napping = true;
-    cd_sleep_ns(NAP_NS);
+    waiter->turns++;
+    cd_sleep_ns(turn - p->spin - p->yields < SHORT_NAPS ? NAP_NS : LONG_NAP_NS);
     return CD_OK;
 }
 
