@@ -1,0 +1,87 @@
+#include "py/glue.h"
+
+#include <math.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static int ns_of_seconds(double seconds, uint64_t *ns_p)
+{
+    if (isnan(seconds) || seconds < 0) {
+        PyErr_SetString(PyExc_ValueError, "timeout must be a non-negative number of seconds or a timedelta");
+        return -1;
+    }
+    /* Beyond 2^63 ns (292 years) is never. */
+    *ns_p = seconds >= 9.2e9 ? UINT64_MAX : (uint64_t)(seconds * 1e9);
+    return 0;
+}
+
+int cd_py_timeout_ns(PyObject *timeout, uint64_t default_ns, uint64_t *ns_p)
+{
+    if (!timeout || timeout == Py_None) {
+        *ns_p = default_ns;
+        return 0;
+    }
+    PyObject *number = NULL;
+    if (PyFloat_Check(timeout) || PyLong_Check(timeout)) {
+        number = Py_NewRef(timeout);
+    } else {
+        number = PyObject_CallMethod(timeout, "total_seconds", NULL);
+        if (!number) {
+            if (PyErr_ExceptionMatches(PyExc_AttributeError))
+                PyErr_Format(PyExc_TypeError, "timeout must be a timedelta or a number of seconds, not %s",
+                             Py_TYPE(timeout)->tp_name);
+            return -1;
+        }
+    }
+    double seconds = PyFloat_AsDouble(number);
+    Py_DECREF(number);
+    if (seconds == -1.0 && PyErr_Occurred())
+        return -1;
+    return ns_of_seconds(seconds, ns_p);
+}
+
+cd_deadline cd_py_deadline(uint64_t ns)
+{
+    return ns == 0 ? (cd_deadline){0} : cd_deadline_after_ns(ns);
+}
+
+cd_patience cd_py_wait_begin(cd_py_wait *wait, cd_deadline deadline, int ranks)
+{
+    wait->detached = NULL;
+    wait->is_main = false;
+    cd_patience patience = cd_patience_until(deadline, ranks);
+    patience.idle = cd_py_wait_idle;
+    patience.idle_ctx = wait;
+    return patience;
+}
+
+void cd_py_wait_detach(cd_py_wait *wait)
+{
+    /* Python runs handlers in the thread whose id is the process id, also after a fork in another thread. */
+    wait->is_main = (pid_t)syscall(SYS_gettid) == getpid();
+    wait->detached = PyEval_SaveThread();
+}
+
+cd_status cd_py_wait_idle(void *ctx)
+{
+    cd_py_wait *wait = ctx;
+    if (!wait->detached) {
+        cd_py_wait_detach(wait);
+        return CD_OK;
+    }
+    if (!wait->is_main)
+        return CD_OK;
+    PyEval_RestoreThread(wait->detached);
+    wait->detached = NULL;
+    if (PyErr_CheckSignals() < 0)
+        return CD_INTERRUPTED;
+    wait->detached = PyEval_SaveThread();
+    return CD_OK;
+}
+
+void cd_py_wait_end(cd_py_wait *wait)
+{
+    if (wait->detached)
+        PyEval_RestoreThread(wait->detached);
+    wait->detached = NULL;
+}

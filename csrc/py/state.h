@@ -1,0 +1,47 @@
+/* What the extension keeps per module object (per interpreter), and how to get at it. No Python object is static.
+ *
+ * A room with heap types adds them in `int cd_py_<room>_add(PyObject *module)` (0, or −1 with an exception), called by
+ * module.c when the module is executed, and keeps what it needs again in a field below. */
+#ifndef CD_PY_STATE_H
+#define CD_PY_STATE_H
+
+#ifndef PY_SSIZE_T_CLEAN
+#define PY_SSIZE_T_CLEAN
+#endif
+#include <Python.h>
+
+/* Every reference, in one list: fields, traverse and clear are made from it. */
+#define CD_PY_STATE_OBJECTS(X)                                                          \
+    X(errors)        /* the module cdist.errors, imported at the first failure */       \
+    X(default_group) /* what group=None means: a ProcessGroup, or NULL before init */   \
+    X(array_types)   /* dict: array type → how to read it (array.c) */                  \
+    X(dtype_names)   /* dict: name of an extension dtype → number (array.c) */          \
+    X(group_type)                                                                       \
+    X(work_type)                                                                        \
+    X(redop_type)                                                                       \
+    X(store_type)                                                                       \
+    X(sampler_type)                                                                     \
+    X(reducer_type)
+
+typedef struct {
+#define X(name) PyObject *name;
+    CD_PY_STATE_OBJECTS(X)
+#undef X
+} cd_py_state;
+
+extern struct PyModuleDef cd_py_module;
+
+/* Of the module object that a module function gets as `self`. */
+static inline cd_py_state *cd_py_state_of(PyObject *module)
+{
+    return (cd_py_state *)PyModule_GetState(module);
+}
+
+/* Of the module that defines `type` or one of its bases: for methods and slots. NULL with an exception for foreign types. */
+static inline cd_py_state *cd_py_state_of_type(PyTypeObject *type)
+{
+    PyObject *module = PyType_GetModuleByDef(type, &cd_py_module);
+    return module ? cd_py_state_of(module) : NULL;
+}
+
+#endif
