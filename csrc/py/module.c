@@ -2,6 +2,7 @@
 #include "py/state.h"
 
 #include "py/errors.h"
+#include "py/sampler.h"
 
 static int traverse_state(PyObject *module, visitproc visit, void *arg)
 {
@@ -34,6 +35,7 @@ static int execute(PyObject *module)
 {
     static int (*const rooms[])(PyObject *) = {
         cd_py_errors_add,
+        cd_py_sampler_add,
     };
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)
         if (rooms[i](module) < 0)
