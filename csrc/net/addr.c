@@ -1,0 +1,147 @@
+#include "net/addr.h"
+
+#include "base/knob.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+void cd_addr_text(const struct sockaddr *address, char *out, size_t bytes)
+{
+    const void *number = address->sa_family == AF_INET6 ? (const void *)&((const struct sockaddr_in6 *)address)->sin6_addr
+                                                        : (const void *)&((const struct sockaddr_in *)address)->sin_addr;
+    if (!inet_ntop(address->sa_family, number, out, (socklen_t)bytes))
+        snprintf(out, bytes, "?");
+}
+
+socklen_t cd_addr_bytes(const struct sockaddr_storage *address)
+{
+    return address->ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
+}
+
+cd_status cd_addr_resolve(const char *host, uint16_t port, struct sockaddr_storage *out, int most, int *count_p)
+{
+    struct addrinfo hints = {.ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICSERV};
+    char service[8];
+    snprintf(service, sizeof service, "%u", port);
+    struct addrinfo *list;
+    int error = getaddrinfo(host, service, &hints, &list);
+    if (error)
+        return cd_fail(CD_NETWORK, "cannot resolve host '%s': %s", host, gai_strerror(error));
+    int count = 0;
+    for (struct addrinfo *a = list; a && count < most; a = a->ai_next)
+        if (a->ai_family == AF_INET || a->ai_family == AF_INET6)
+            memcpy(&out[count++], a->ai_addr, a->ai_addrlen);
+    freeaddrinfo(list);
+    if (!count)
+        return cd_fail(CD_NETWORK, "host '%s' has no IPv4 or IPv6 address", host);
+    *count_p = count;
+    return CD_OK;
+}
+
+/* A connected datagram socket sends nothing, but the kernel has chosen its source address by the route. */
+static bool route_source(const struct sockaddr_storage *to, char *out, size_t bytes)
+{
+    int probe = socket(to->ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (probe < 0)
+        return false;
+    struct sockaddr_storage from;
+    socklen_t from_bytes = sizeof from;
+    bool found = connect(probe, (const struct sockaddr *)to, cd_addr_bytes(to)) == 0 &&
+                 getsockname(probe, (struct sockaddr *)&from, &from_bytes) == 0;
+    close(probe);
+    if (found)
+        cd_addr_text((struct sockaddr *)&from, out, bytes);
+    return found;
+}
+
+static bool in_block(const struct sockaddr *address, const char *block)
+{
+    char text[64];
+    snprintf(text, sizeof text, "%s", block);
+    char *slash = strchr(text, '/');
+    *slash = 0;
+    int bits = atoi(slash + 1);
+    unsigned char want[16], have[16];
+    int family = strchr(text, ':') ? AF_INET6 : AF_INET;
+    if (address->sa_family != family || inet_pton(family, text, want) != 1 || bits < 0 || bits > (family == AF_INET ? 32 : 128))
+        return false;
+    if (family == AF_INET)
+        memcpy(have, &((const struct sockaddr_in *)address)->sin_addr, 4);
+    else
+        memcpy(have, &((const struct sockaddr_in6 *)address)->sin6_addr, 16);
+    for (int i = 0; i < bits; i++)
+        if ((want[i / 8] ^ have[i / 8]) & (0x80 >> (i % 8)))
+            return false;
+    return true;
+}
+
+static bool matches(const struct ifaddrs *interface, const char *word)
+{
+    return strchr(word, '/') ? in_block(interface->ifa_addr, word) : strncmp(interface->ifa_name, word, strlen(word)) == 0;
+}
+
+static bool is_usable(const struct ifaddrs *i)
+{
+    return i->ifa_addr && (i->ifa_flags & IFF_UP) &&
+           (i->ifa_addr->sa_family == AF_INET ||
+            (i->ifa_addr->sa_family == AF_INET6 &&
+             !IN6_IS_ADDR_LINKLOCAL(&((const struct sockaddr_in6 *)i->ifa_addr)->sin6_addr)));
+}
+
+static cd_status no_interface(const char *variable, const char *setting, const struct ifaddrs *list)
+{
+    char known[512] = "";
+    size_t used = 0;
+    for (const struct ifaddrs *i = list; i && used < sizeof known - 80; i = i->ifa_next)
+        if (is_usable(i)) {
+            char number[48];
+            cd_addr_text(i->ifa_addr, number, sizeof number);
+            used += (size_t)snprintf(known + used, sizeof known - used, "%s%s (%s)", used ? ", " : "", i->ifa_name, number);
+        }
+    return cd_fail(CD_BAD_ARGUMENT, "%s='%s' names no interface of this host; there are: %s", variable, setting, known);
+}
+
+static cd_status named_interface(const char *variable, const char *setting, char *out, size_t bytes)
+{
+    struct ifaddrs *list;
+    if (getifaddrs(&list) != 0)
+        return cd_fail_errno(CD_NETWORK, errno, "cannot list network interfaces");
+    char words[256];
+    snprintf(words, sizeof words, "%s", setting);
+    char *rest = words;
+    bool found = false;
+    for (char *word; !found && (word = strtok_r(rest, ", ", &rest));)
+        for (struct ifaddrs *i = list; i && !found; i = i->ifa_next)
+            if (is_usable(i) && matches(i, word)) {
+                cd_addr_text(i->ifa_addr, out, bytes);
+                found = true;
+            }
+    cd_status status = found ? CD_OK : no_interface(variable, setting, list);
+    freeifaddrs(list);
+    return status;
+}
+
+cd_status cd_addr_local_for(const char *host, uint16_t port, char *out, size_t bytes)
+{
+    const char *setting = cd_knob("CDIST_SOCKET_IFNAME");
+    if (*setting)
+        return named_interface("CDIST_SOCKET_IFNAME", setting, out, bytes);
+    setting = cd_knob("GLOO_SOCKET_IFNAME");
+    if (*setting)
+        return named_interface("GLOO_SOCKET_IFNAME", setting, out, bytes);
+    struct sockaddr_storage found[8];
+    int count;
+    CD_TRY(cd_addr_resolve(host, port ? port : 1, found, 8, &count));
+    for (int i = 0; i < count; i++)
+        if (route_source(&found[i], out, bytes))
+            return CD_OK;
+    return cd_fail(CD_NETWORK, "no route to host '%s'", host);
+}

@@ -1,0 +1,21 @@
+/* Which address of this host others are to be told. No reverse DNS anywhere. */
+#ifndef CD_NET_ADDR_H
+#define CD_NET_ADDR_H
+
+#include "base/status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/socket.h>
+
+/* The numeric local address to tell peers who reach us as `host` does: of the interface that CDIST_SOCKET_IFNAME (or
+ * GLOO_SOCKET_IFNAME) names by name, prefix or CIDR, by comma; otherwise the source address of the route to `host`.
+ * Errors: CD_BAD_ARGUMENT (no such interface: lists those that exist), CD_NETWORK (host cannot be resolved or reached). */
+cd_status cd_addr_local_for(const char *host, uint16_t port, char *out, size_t bytes);
+/* Numeric text of a socket address, without port. */
+void cd_addr_text(const struct sockaddr *address, char *out, size_t bytes);
+/* Resolves host (name or number) to at most `most` stream addresses, IPv6 and IPv4 as the resolver orders them. */
+cd_status cd_addr_resolve(const char *host, uint16_t port, struct sockaddr_storage *out, int most, int *count_p);
+socklen_t cd_addr_bytes(const struct sockaddr_storage *address);
+
+#endif
