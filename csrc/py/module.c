@@ -1,7 +1,9 @@
 /* The extension module cdist._core: its state, and the rooms that fill it. */
 #include "py/state.h"
 
+#include "py/array.h"
 #include "py/errors.h"
+#include "py/redop.h"
 #include "py/sampler.h"
 
 static int traverse_state(PyObject *module, visitproc visit, void *arg)
@@ -35,6 +37,8 @@ static int execute(PyObject *module)
 {
     static int (*const rooms[])(PyObject *) = {
         cd_py_errors_add,
+        cd_py_array_add,
+        cd_py_redop_add,
         cd_py_sampler_add,
     };
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)

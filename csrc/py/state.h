@@ -14,8 +14,8 @@
 #define CD_PY_STATE_OBJECTS(X)                                                          \
     X(errors)        /* the module cdist.errors, imported at the first failure */       \
     X(default_group) /* what group=None means: a ProcessGroup, or NULL before init */   \
-    X(array_types)   /* dict: array type → how to read it (array.c) */                  \
-    X(dtype_names)   /* dict: name of an extension dtype → number (array.c) */          \
+    X(array_types)   /* dict: array type → DLPack's C table of it (array.c) */          \
+    X(exchange_type) /* the array type that was read last through DLPack's C table */   \
     X(group_type)                                                                       \
     X(work_type)                                                                        \
     X(redop_type)                                                                       \
@@ -27,6 +27,7 @@ typedef struct {
 #define X(name) PyObject *name;
     CD_PY_STATE_OBJECTS(X)
 #undef X
+    const void *exchange_api; /* of exchange_type */
 } cd_py_state;
 
 extern struct PyModuleDef cd_py_module;

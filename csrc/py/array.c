@@ -1,0 +1,627 @@
+#include "py/array.h"
+
+#include "py/dlpack.h"
+#include "simd/strided.h"
+
+#include <numpy/arrayobject.h>
+#include <stdio.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------------------------------------- element types */
+
+static cd_dtype dtype_of_family(char family, size_t bytes)
+{
+    static const cd_dtype signed_of[] = {[1] = CD_INT8, [2] = CD_INT16, [4] = CD_INT32, [8] = CD_INT64};
+    static const cd_dtype unsigned_of[] = {[1] = CD_UINT8, [2] = CD_UINT16, [4] = CD_UINT32, [8] = CD_UINT64};
+    switch (family) {
+    case 'b': return bytes == 1 ? CD_BOOL : CD_BYTES;
+    case 'i': return bytes <= 8 ? signed_of[bytes] : CD_BYTES;
+    case 'u': return bytes <= 8 ? unsigned_of[bytes] : CD_BYTES;
+    case 'f':
+        return bytes == 4                     ? CD_FLOAT32
+               : bytes == 8                   ? CD_FLOAT64
+               : bytes == 2                   ? CD_FLOAT16
+               : bytes == sizeof(long double) ? CD_LONGDOUBLE
+                                              : CD_BYTES;
+    case 'c':
+        return bytes == 8                         ? CD_COMPLEX64
+               : bytes == 16                      ? CD_COMPLEX128
+               : bytes == 2 * sizeof(long double) ? CD_CLONGDOUBLE
+                                                  : CD_BYTES;
+    default: return CD_BYTES;
+    }
+}
+
+/* Element types that NumPy gets from ml_dtypes have no number of their own: their scalar type's name tells. */
+static cd_dtype dtype_of_name(const char *name)
+{
+    static const cd_dtype named[] = {CD_BFLOAT16, CD_FLOAT8_E4M3FN, CD_FLOAT8_E5M2};
+    const char *dot = strrchr(name, '.');
+    const char *last = dot ? dot + 1 : name;
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++)
+        if (strcmp(last, cd_dtype_name(named[i])) == 0)
+            return named[i];
+    return CD_BYTES;
+}
+
+static cd_dtype dtype_of_descr(const PyArray_Descr *descr, size_t bytes, bool *swapped_p)
+{
+    *swapped_p = !PyArray_ISNBO(descr->byteorder);
+    if (*swapped_p)
+        return CD_BYTES;
+    if (descr->type_num < NPY_USERDEF)
+        return dtype_of_family(descr->kind, bytes);
+    return dtype_of_name(descr->typeobj->tp_name);
+}
+
+static int refuse_objects(PyArray_Descr *descr, const char *name)
+{
+    if (!PyDataType_REFCHK(descr))
+        return 0;
+    PyErr_Format(PyExc_TypeError,
+                 "parameter `%s` has elements that are Python objects (dtype %S): arrays of numbers and bytes can be sent, "
+                 "objects go through all_gather_object and its siblings",
+                 name, (PyObject *)descr);
+    return -1;
+}
+
+static int dtype_of_dlpack(cd_dl_dtype dl, const char *name, cd_py_array *out)
+{
+    unsigned bits = (unsigned)dl.bits * dl.lanes;
+    if (bits == 0 || bits % 8 != 0) {
+        PyErr_Format(PyExc_TypeError, "parameter `%s` has elements of %u bits: only whole bytes can be sent", name, bits);
+        return -1;
+    }
+    size_t bytes = bits / 8;
+    out->span.item_bytes = (uint32_t)bytes;
+    out->dtype = CD_BYTES;
+    if (dl.lanes != 1)
+        return 0;
+    switch (dl.code) {
+    case CD_DL_INT: out->dtype = dtype_of_family('i', bytes); break;
+    case CD_DL_UINT: out->dtype = dtype_of_family('u', bytes); break;
+    case CD_DL_FLOAT: out->dtype = dtype_of_family('f', bytes); break;
+    case CD_DL_COMPLEX: out->dtype = dtype_of_family('c', bytes); break;
+    case CD_DL_BOOL: out->dtype = dtype_of_family('b', bytes); break;
+    case CD_DL_BFLOAT: out->dtype = bytes == 2 ? CD_BFLOAT16 : CD_BYTES; break;
+    case CD_DL_FLOAT8_E4M3FN: out->dtype = CD_FLOAT8_E4M3FN; break;
+    case CD_DL_FLOAT8_E5M2: out->dtype = CD_FLOAT8_E5M2; break;
+    default: break;
+    }
+    return 0;
+}
+
+/* --------------------------------------------------------------------------------------------------------- layout */
+
+static int refuse_dims(const char *name, int ndim)
+{
+    PyErr_Format(PyExc_ValueError, "parameter `%s` has %d dimensions, at most %d are supported", name, ndim, CD_MAX_DIMS);
+    return -1;
+}
+
+/* Sets count and, unless the elements lie in C order without gaps, dims. Strides are in units of `unit` bytes. */
+static void set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t unit)
+{
+    size_t count = 1;
+    bool packed = true;
+    ptrdiff_t expected = (ptrdiff_t)out->span.item_bytes;
+    for (int i = out->ndim - 1; i >= 0; i--) {
+        if (strides && out->shape[i] != 1 && strides[i] * unit != expected)
+            packed = false;
+        expected *= (ptrdiff_t)out->shape[i];
+        count *= (size_t)out->shape[i];
+    }
+    out->span.count = count;
+    out->span.dims = NULL;
+    if (packed || count == 0)
+        return;
+    out->dims.ndim = out->ndim;
+    for (int i = 0; i < out->ndim; i++) {
+        out->dims.shape[i] = (size_t)out->shape[i];
+        out->dims.strides[i] = (ptrdiff_t)strides[i] * unit;
+    }
+    if (!cd_dims_normalise(&out->dims, out->span.item_bytes))
+        out->span.dims = &out->dims;
+}
+
+static int check_output(const cd_py_array *array, const char *name)
+{
+    if (!array->writable) {
+        PyErr_Format(PyExc_ValueError, "parameter `%s` is written to, but the array given is read-only", name);
+        return -1;
+    }
+    for (int i = 0; array->span.dims && i < array->dims.ndim; i++)
+        if (array->dims.strides[i] == 0 && array->dims.shape[i] > 1) {
+            PyErr_Format(PyExc_ValueError,
+                         "parameter `%s` is written to, but several of its elements share one place in memory (an expanded or "
+                         "broadcast view): pass a copy",
+                         name);
+            return -1;
+        }
+    return 0;
+}
+
+/* ------------------------------------------------------------------------------------------------------ the sources */
+
+static int read_numpy(PyArrayObject *array, const char *name, cd_py_array *out)
+{
+    PyArray_Descr *descr = PyArray_DESCR(array);
+    if (refuse_objects(descr, name) < 0)
+        return -1;
+    int ndim = PyArray_NDIM(array);
+    out->span.data = PyArray_DATA(array);
+    out->span.item_bytes = (uint32_t)PyArray_ITEMSIZE(array);
+    out->dtype = dtype_of_descr(descr, out->span.item_bytes, &out->swapped);
+    out->device = CD_CPU;
+    out->writable = PyArray_ISWRITEABLE(array);
+    out->ndim = ndim;
+    const npy_intp *shape = PyArray_DIMS(array);
+    size_t count = 1;
+    for (int i = 0; i < ndim; i++) {
+        out->shape[i] = shape[i];
+        count *= (size_t)shape[i];
+    }
+    if (cd_likely(PyArray_IS_C_CONTIGUOUS(array))) {
+        out->span.count = count;
+        out->span.dims = NULL;
+        return 0;
+    }
+    int64_t strides[CD_MAX_DIMS];
+    for (int i = 0; i < ndim; i++)
+        strides[i] = PyArray_STRIDES(array)[i];
+    set_layout(out, strides, 1);
+    return 0;
+}
+
+static int read_dl_tensor(const cd_dl_tensor *dl, const char *name, cd_py_array *out)
+{
+    if (dl->ndim > CD_MAX_DIMS)
+        return refuse_dims(name, dl->ndim);
+    switch (dl->device.device_type) {
+    case CD_DL_CPU:
+    case CD_DL_CUDA_HOST: out->device = CD_CPU; break;
+    case CD_DL_CUDA:
+    case CD_DL_CUDA_MANAGED: out->device = CD_CUDA; break;
+    default:
+        PyErr_Format(PyExc_TypeError, "parameter `%s` lies on a device of DLPack's kind %d: only CPU and CUDA are supported",
+                     name, (int)dl->device.device_type);
+        return -1;
+    }
+    if (dtype_of_dlpack(dl->dtype, name, out) < 0)
+        return -1;
+    out->device_index = dl->device.device_id;
+    out->span.data = (char *)dl->data + dl->byte_offset;
+    out->ndim = dl->ndim;
+    for (int i = 0; i < dl->ndim; i++)
+        out->shape[i] = dl->shape[i];
+    set_layout(out, dl->strides, (ptrdiff_t)out->span.item_bytes);
+    if (!dl->data && out->span.count) {
+        PyErr_Format(PyExc_TypeError, "parameter `%s` (%s) has no memory of its own", name, Py_TYPE(out->object)->tp_name);
+        return -1;
+    }
+    return 0;
+}
+
+/* The framework's text can be pages of C++ frames: its first line becomes ours. */
+static int refuse_export(PyObject *object, const char *name)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    const char *why = text ? PyUnicode_AsUTF8(text) : NULL;
+    if (!why)
+        why = "no reason given";
+    char line[200];
+    snprintf(line, sizeof line, "%.*s", (int)strcspn(why, "\n"), why);
+    PyErr_Clear();
+    PyErr_Format(PyExc_TypeError, "parameter `%s` (%s) has no memory that can be sent: %s", name, Py_TYPE(object)->tp_name,
+                 line);
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return -1;
+}
+
+/* torch keeps a conjugation or a sign as a bit beside the memory; the table does not tell of it. Sign bits come only on views
+ * into complex memory, so packed real tensors need no question. */
+static int refuse_lazy(PyObject *object, const char *name, const cd_py_array *array)
+{
+    bool is_complex = cd_dtype_is_complex(array->dtype);
+    if (cd_likely(!is_complex && !array->span.dims))
+        return 0;
+    PyObject *lazy = PyObject_CallMethod(object, is_complex ? "is_conj" : "is_neg", NULL);
+    if (!lazy)
+        PyErr_Clear();
+    bool refuse = lazy == Py_True;
+    Py_XDECREF(lazy);
+    if (refuse)
+        PyErr_Format(PyExc_ValueError, "parameter `%s` is a lazy %s view: pass tensor.resolve_%s()", name,
+                     is_complex ? "conjugate" : "negative", is_complex ? "conj" : "neg");
+    return refuse ? -1 : 0;
+}
+
+static int read_exchange(const cd_dl_exchange *api, PyObject *object, const char *name, cd_py_array *out)
+{
+    cd_dl_tensor dl;
+    if (api->export_borrowed(object, &dl) < 0)
+        return refuse_export(object, name);
+    out->writable = true;
+    if (read_dl_tensor(&dl, name, out) < 0 || refuse_lazy(object, name, out) < 0)
+        return -1;
+    if (out->device == CD_CUDA)
+        return api->current_stream(CD_DL_CUDA, out->device_index, &out->stream);
+    return 0;
+}
+
+/* The capsule is kept, not consumed: its destructor gives the memory back to the producer. */
+static int read_capsule(PyObject *capsule, const char *name, cd_py_array *out)
+{
+    out->keep = capsule;
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        const cd_dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        if (managed->version.major != CD_DL_MAJOR) {
+            PyErr_Format(PyExc_TypeError, "parameter `%s` speaks version %u of DLPack, version %d is supported", name,
+                         managed->version.major, CD_DL_MAJOR);
+            return -1;
+        }
+        out->writable = !(managed->flags & CD_DL_READ_ONLY);
+        return read_dl_tensor(&managed->tensor, name, out);
+    }
+    const cd_dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+    if (!managed)
+        return -1;
+    /* The old form has no flag; JAX, whose arrays never change, still hands it out. */
+    out->writable = strncmp(Py_TYPE(out->object)->tp_name, "jax", 3) != 0;
+    return read_dl_tensor(&managed->tensor, name, out);
+}
+
+static int read_dlpack(PyObject *object, const char *name, cd_py_array *out)
+{
+    PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
+    if (!method)
+        return -1;
+    PyObject *none = PyTuple_New(0);
+    PyObject *version = none ? Py_BuildValue("{s:(ii)}", "max_version", CD_DL_MAJOR, 0) : NULL;
+    PyObject *capsule = version ? PyObject_Call(method, none, version) : NULL;
+    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        capsule = PyObject_CallNoArgs(method);
+    }
+    Py_DECREF(method);
+    Py_XDECREF(none);
+    Py_XDECREF(version);
+    return capsule ? read_capsule(capsule, name, out) : -1;
+}
+
+/* A view without a copy, made by NumPy: buffers and __array_interface__. */
+static int read_view(PyObject *object, const char *name, cd_py_array *out)
+{
+    /* bytes alone would be taken for a string and copied. */
+    PyObject *source = PyObject_CheckBuffer(object) ? PyMemoryView_FromObject(object) : Py_NewRef(object);
+    PyObject *view = source ? PyArray_FromAny(source, NULL, 0, 0, 0, NULL) : NULL;
+    Py_XDECREF(source);
+    if (!view)
+        return -1;
+    out->keep = view;
+    return read_numpy((PyArrayObject *)view, name, out);
+}
+
+/* CuPy and numba: a dict on the object; the current stream is asked from CuPy, otherwise taken from the dict. */
+static int read_cuda_stream(PyObject *object, PyObject *interface, void **stream_p)
+{
+    *stream_p = NULL;
+    PyObject *number = NULL;
+    if (strncmp(Py_TYPE(object)->tp_name, "cupy", 4) == 0) {
+        PyObject *module = PyImport_ImportModule("cupy.cuda");
+        PyObject *stream = module ? PyObject_CallMethod(module, "get_current_stream", NULL) : NULL;
+        number = stream ? PyObject_GetAttrString(stream, "ptr") : NULL;
+        Py_XDECREF(stream);
+        Py_XDECREF(module);
+        if (!number)
+            return -1;
+    } else if (interface) {
+        number = Py_XNewRef(PyDict_GetItemString(interface, "stream"));
+    }
+    if (number && number != Py_None)
+        *stream_p = PyLong_AsVoidPtr(number);
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int read_cuda_layout(PyObject *interface, const char *name, cd_py_array *out)
+{
+    PyObject *shape = PyDict_GetItemString(interface, "shape");
+    PyObject *data = PyDict_GetItemString(interface, "data");
+    PyObject *strides = PyDict_GetItemString(interface, "strides");
+    if (!shape || !PyTuple_Check(shape) || !data || !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) {
+        PyErr_Format(PyExc_TypeError, "parameter `%s`: malformed __cuda_array_interface__", name);
+        return -1;
+    }
+    if (PyTuple_GET_SIZE(shape) > CD_MAX_DIMS)
+        return refuse_dims(name, (int)PyTuple_GET_SIZE(shape));
+    out->ndim = (int)PyTuple_GET_SIZE(shape);
+    bool strided = strides && PyTuple_Check(strides) && PyTuple_GET_SIZE(strides) == out->ndim;
+    int64_t steps[CD_MAX_DIMS];
+    for (int i = 0; i < out->ndim; i++) {
+        out->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+        steps[i] = strided ? PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i)) : 0;
+    }
+    out->span.data = PyLong_AsVoidPtr(PyTuple_GET_ITEM(data, 0));
+    out->writable = PyObject_IsTrue(PyTuple_GET_ITEM(data, 1)) == 0;
+    if (PyErr_Occurred())
+        return -1;
+    set_layout(out, strided ? steps : NULL, 1);
+    return 0;
+}
+
+static int read_cuda_device(PyObject *object, int *index_p)
+{
+    *index_p = -1; /* the current one */
+    PyObject *device = PyObject_GetAttrString(object, "device");
+    PyObject *id = device ? PyObject_GetAttrString(device, "id") : NULL;
+    if (id && PyLong_Check(id))
+        *index_p = (int)PyLong_AsLong(id);
+    Py_XDECREF(id);
+    Py_XDECREF(device);
+    PyErr_Clear();
+    return 0;
+}
+
+static int read_cuda_interface(PyObject *object, PyObject *interface, const char *name, cd_py_array *out)
+{
+    out->keep = interface;
+    out->device = CD_CUDA;
+    PyArray_Descr *descr = NULL;
+    PyObject *dtype = PyObject_GetAttrString(object, "dtype");
+    if (!dtype)
+        PyErr_Clear();
+    PyObject *typestr = PyDict_Check(interface) ? PyDict_GetItemString(interface, "typestr") : NULL;
+    PyObject *source = dtype && PyArray_DescrCheck(dtype) ? dtype : typestr;
+    if (!source || !PyArray_DescrConverter(source, &descr)) {
+        Py_XDECREF(dtype);
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_TypeError, "parameter `%s`: malformed __cuda_array_interface__", name);
+        return -1;
+    }
+    Py_XDECREF(dtype);
+    out->span.item_bytes = (uint32_t)PyDataType_ELSIZE(descr);
+    out->dtype = dtype_of_descr(descr, out->span.item_bytes, &out->swapped);
+    Py_DECREF(descr);
+    if (read_cuda_layout(interface, name, out) < 0 || read_cuda_device(object, &out->device_index) < 0)
+        return -1;
+    return read_cuda_stream(object, interface, &out->stream);
+}
+
+/* --------------------------------------------------------------------------------------------------------- dispatch */
+
+static int refuse_object(PyObject *object, const char *name)
+{
+    if (PyArray_IsAnyScalar(object) || PyBool_Check(object)) {
+        PyErr_Format(PyExc_TypeError,
+                     "Invalid function argument. Expected parameter `%s` of type numpy.ndarray, torch.Tensor or another array, "
+                     "but got the scalar %R of type %s, which cannot be changed in place: pass numpy.array(value)",
+                     name, object, Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    PyErr_Format(PyExc_TypeError,
+                 "Invalid function argument. Expected parameter `%s` of type numpy.ndarray, torch.Tensor or another array "
+                 "(DLPack, array interface or buffer protocol), but got %s instead.",
+                 name, Py_TYPE(object)->tp_name);
+    return -1;
+}
+
+static const cd_dl_exchange *find_exchange(PyTypeObject *type)
+{
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    if (!capsule) {
+        PyErr_Clear();
+        return NULL;
+    }
+    const cd_dl_exchange *api = NULL;
+    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
+        api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule);
+    while (api && api->version.major != CD_DL_MAJOR)
+        api = api->older;
+    return api && api->export_borrowed && api->current_stream ? api : NULL;
+}
+
+/* The table of `type`, remembered in module state: a dict type → capsule pointing to it. NULL: the type has none. */
+static const cd_dl_exchange *exchange_of(cd_py_state *state, PyTypeObject *type)
+{
+    if (cd_likely((PyObject *)type == state->exchange_type))
+        return state->exchange_api;
+    PyObject *known = PyDict_GetItemWithError(state->array_types, (PyObject *)type);
+    const cd_dl_exchange *api = known ? PyCapsule_GetPointer(known, NULL) : find_exchange(type);
+    if (!api)
+        return NULL;
+    if (!known) {
+        PyObject *capsule = PyCapsule_New((void *)(uintptr_t)api, NULL, NULL);
+        if (capsule)
+            PyDict_SetItem(state->array_types, (PyObject *)type, capsule);
+        Py_XDECREF(capsule);
+        PyErr_Clear();
+    }
+    Py_XSETREF(state->exchange_type, Py_NewRef((PyObject *)type));
+    state->exchange_api = api;
+    return api;
+}
+
+static int read_other(PyObject *object, const char *name, cd_py_array *out)
+{
+    if (PyArray_Check(object))
+        return read_numpy((PyArrayObject *)object, name, out);
+    if (PyArray_IsAnyScalar(object) && !PyBytes_Check(object))
+        return refuse_object(object, name);
+    PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
+    if (interface)
+        return read_cuda_interface(object, interface, name, out);
+    PyErr_Clear();
+    if (PyObject_CheckBuffer(object) || PyObject_HasAttrString(object, "__array_interface__"))
+        return read_view(object, name, out);
+    if (PyObject_HasAttrString(object, "__dlpack__"))
+        return read_dlpack(object, name, out);
+    return refuse_object(object, name);
+}
+
+int cd_py_array_read(cd_py_state *state, PyObject *object, const char *name, cd_py_use use, cd_py_array *out)
+{
+    out->object = object;
+    out->keep = NULL;
+    out->swapped = false;
+    out->device_index = 0;
+    out->stream = NULL;
+    int result;
+    const cd_dl_exchange *api;
+    if (cd_likely(PyArray_CheckExact(object)))
+        result = read_numpy((PyArrayObject *)object, name, out);
+    else if ((api = exchange_of(state, Py_TYPE(object))))
+        result = read_exchange(api, object, name, out);
+    else
+        result = read_other(object, name, out);
+    if (cd_likely(result == 0) && use == CD_PY_OUTPUT)
+        result = check_output(out, name);
+    if (cd_unlikely(result < 0))
+        cd_py_array_release(out);
+    return result;
+}
+
+int cd_py_array_stream(cd_py_state *state, PyObject *object, int device_index, void **stream_p)
+{
+    *stream_p = NULL;
+    const cd_dl_exchange *api = exchange_of(state, Py_TYPE(object));
+    if (api)
+        return api->current_stream(CD_DL_CUDA, device_index, stream_p);
+    return read_cuda_stream(object, NULL, stream_p);
+}
+
+/* -------------------------------------------------------------------------------------------------------- questions */
+
+static void find_extent(const cd_py_array *array, uintptr_t *low_p, uintptr_t *high_p)
+{
+    uintptr_t low = (uintptr_t)array->span.data;
+    uintptr_t high = low + array->span.item_bytes;
+    if (!array->span.dims) {
+        *low_p = low;
+        *high_p = low + array->span.count * array->span.item_bytes;
+        return;
+    }
+    for (int i = 0; i < array->dims.ndim; i++) {
+        ptrdiff_t reach = (ptrdiff_t)(array->dims.shape[i] - 1) * array->dims.strides[i];
+        if (reach < 0)
+            low -= (uintptr_t)-reach;
+        else
+            high += (uintptr_t)reach;
+    }
+    *low_p = low;
+    *high_p = high;
+}
+
+bool cd_py_array_overlaps(const cd_py_array *a, const cd_py_array *b)
+{
+    if (a->span.count == 0 || b->span.count == 0 || a->device != b->device)
+        return false;
+    uintptr_t a_low, a_high, b_low, b_high;
+    find_extent(a, &a_low, &a_high);
+    find_extent(b, &b_low, &b_high);
+    return a_low < b_high && b_low < a_high;
+}
+
+bool cd_py_array_same_shape(const cd_py_array *a, const cd_py_array *b)
+{
+    if (a->ndim != b->ndim)
+        return false;
+    for (int i = 0; i < a->ndim; i++)
+        if (a->shape[i] != b->shape[i])
+            return false;
+    return true;
+}
+
+const char *cd_py_array_text(const cd_py_array *array, char *out, size_t bytes)
+{
+    size_t used = (size_t)snprintf(out, bytes, "%s (", cd_dtype_name(array->dtype));
+    for (int i = 0; i < array->ndim && used < bytes; i++)
+        used += (size_t)snprintf(out + used, bytes - used, "%s%lld%s", i ? ", " : "", (long long)array->shape[i],
+                                 array->ndim == 1 ? "," : "");
+    if (used < bytes)
+        snprintf(out + used, bytes - used, ")");
+    return out;
+}
+
+int cd_py_dtype_of(PyObject *object, cd_dtype *dtype_p, uint32_t *item_bytes_p)
+{
+    PyObject *text = PyObject_Str(object); /* "bfloat16", "torch.bfloat16", "<class 'ml_dtypes.bfloat16'>" */
+    const char *name = text ? PyUnicode_AsUTF8(text) : NULL;
+    if (!name)
+        return -1;
+    if (strncmp(name, "torch.", 6) == 0)
+        name += 6;
+    for (int i = CD_BOOL; i < CD_DTYPES; i++)
+        if (strcmp(name, cd_dtype_name((cd_dtype)i)) == 0) {
+            Py_DECREF(text);
+            *dtype_p = (cd_dtype)i;
+            *item_bytes_p = (uint32_t)cd_dtype_bytes((cd_dtype)i);
+            return 0;
+        }
+    Py_DECREF(text);
+    PyArray_Descr *descr = NULL;
+    if (!PyArray_DescrConverter(object, &descr))
+        return -1;
+    bool swapped;
+    *item_bytes_p = (uint32_t)PyDataType_ELSIZE(descr);
+    *dtype_p = dtype_of_descr(descr, *item_bytes_p, &swapped);
+    int result = refuse_objects(descr, "dtype");
+    Py_DECREF(descr);
+    return result;
+}
+
+/* _describe(array): what was read, for tests. */
+static PyObject *describe(PyObject *module, PyObject *args)
+{
+    PyObject *object, *shape;
+    int output = 0;
+    if (!PyArg_ParseTuple(args, "O|p", &object, &output))
+        return NULL;
+    cd_py_array array;
+    if (cd_py_array_read(cd_py_state_of(module), object, "tensor", output ? CD_PY_OUTPUT : CD_PY_INPUT, &array) < 0)
+        return NULL;
+    size_t bytes = array.device == CD_CPU ? array.span.count * array.span.item_bytes : 0;
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)bytes);
+    if (packed && bytes)
+        cd_span_read(&array.span, 0, array.span.count, PyBytes_AS_STRING(packed));
+    shape = PyTuple_New(array.ndim);
+    for (int i = 0; shape && i < array.ndim; i++)
+        PyTuple_SET_ITEM(shape, i, PyLong_FromLongLong(array.shape[i]));
+    PyObject *result = NULL;
+    if (packed && shape)
+        result = Py_BuildValue("{s:s,s:O,s:i,s:O,s:O,s:O,s:O,s:n}", "dtype", cd_dtype_name(array.dtype), "shape", shape,
+                               "item_bytes", (int)array.span.item_bytes, "writable", array.writable ? Py_True : Py_False,
+                               "swapped", array.swapped ? Py_True : Py_False, "strided",
+                               array.span.dims ? Py_True : Py_False, "bytes", packed, "data", (Py_ssize_t)array.span.data);
+    Py_XDECREF(shape);
+    Py_XDECREF(packed);
+    cd_py_array_release(&array);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"_describe", describe, METH_VARARGS,
+     "_describe(tensor, output=False)\n--\n\nHow an array is read: dtype, shape, layout and its bytes in C order (tests)."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int import_numpy(void)
+{
+    import_array1(-1);
+    return 0;
+}
+
+int cd_py_array_add(PyObject *module)
+{
+    if (import_numpy() < 0)
+        return -1;
+    cd_py_state *state = cd_py_state_of(module);
+    state->array_types = PyDict_New();
+    return state->array_types ? PyModule_AddFunctions(module, methods) : -1;
+}
