@@ -1,0 +1,150 @@
+#include "shm/arena.h"
+
+#include "base/host.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#define ALIGN_SMALL ((size_t)CD_LINE)
+/* From here on blocks are whole pages, so that they can be given back and no two ranks' kernels share one. */
+#define PAGES_FROM ((size_t)65536)
+#define GIVE_BACK_FROM ((size_t)1 << 20)
+
+/* The region as a chain of blocks in address order, used and free ones, without gaps; free neighbours are merged. */
+struct cd_arena_block {
+    struct cd_arena_block *next, *previous;
+    size_t at, bytes;
+    bool used;
+};
+
+typedef struct cd_arena_block block;
+
+cd_status cd_arena_open(void *memory, size_t region_bytes, int ranks, int local, cd_arena **out)
+{
+    if (local < 0 || local >= ranks)
+        return cd_fail(CD_BAD_ARGUMENT, "arena: local rank %d of %d", local, ranks);
+    cd_arena *arena = calloc(1, sizeof *arena);
+    block *whole = calloc(1, sizeof *whole);
+    if (!arena || !whole) {
+        free(arena);
+        free(whole);
+        return cd_fail(CD_NO_MEMORY, "arena: no memory for its book-keeping");
+    }
+    *whole = (block){.bytes = memory ? region_bytes / ALIGN_SMALL * ALIGN_SMALL : 0};
+    *arena = (cd_arena){.base = memory, .region_bytes = memory ? region_bytes : 0, .ranks = ranks,
+                        .local = local, .blocks = whole};
+    pthread_mutex_init(&arena->lock, NULL);
+    *out = arena;
+    return CD_OK;
+}
+
+void cd_arena_free(cd_arena *arena)
+{
+    if (!arena)
+        return;
+    for (block *b = arena->blocks; b;) {
+        block *next = b->next;
+        free(b);
+        b = next;
+    }
+    pthread_mutex_destroy(&arena->lock);
+    free(arena);
+}
+
+/* Cuts b at `at` (inside of it); what follows becomes a free block. */
+static bool split(block *b, size_t at)
+{
+    block *rest = calloc(1, sizeof *rest);
+    if (!rest)
+        return false;
+    *rest = (block){.next = b->next, .previous = b, .at = at, .bytes = b->bytes - (at - b->at)};
+    if (rest->next)
+        rest->next->previous = rest;
+    b->next = rest;
+    b->bytes = at - b->at;
+    return true;
+}
+
+static void merge_next(block *b)
+{
+    block *gone = b->next;
+    b->bytes += gone->bytes;
+    b->next = gone->next;
+    if (b->next)
+        b->next->previous = b;
+    free(gone);
+}
+
+static size_t round_up(size_t value, size_t to)
+{
+    return (value + to - 1) / to * to;
+}
+
+/* The block that will hold `bytes` at a multiple of `align`, marked used; NULL when none is large enough. Offsets are
+ * relative to the region, whose address is page aligned or at least as aligned as anybody asked for. */
+static block *take(cd_arena *arena, size_t bytes, size_t align)
+{
+    size_t skew = (size_t)((uintptr_t)cd_arena_at(arena, arena->local, 0) % align);
+    for (block *b = arena->blocks; b; b = b->next) {
+        size_t at = round_up(b->at + skew, align) - skew;
+        size_t lost = at - b->at;
+        if (b->used || b->bytes < bytes || b->bytes - bytes < lost)
+            continue;
+        if (lost) {
+            if (!split(b, at))
+                return NULL;
+            b = b->next;
+        }
+        if (b->bytes > bytes && !split(b, at + bytes)) {
+            if (lost)
+                merge_next(b->previous);
+            return NULL;
+        }
+        b->used = true;
+        return b;
+    }
+    return NULL;
+}
+
+cd_status cd_arena_alloc(cd_arena *arena, size_t bytes, void **out)
+{
+    if (!arena->base)
+        return cd_fail(CD_UNSUPPORTED, "arena: the ranks of this host share no memory");
+    size_t page = cd_host_page_bytes();
+    size_t align = bytes >= PAGES_FROM ? page : ALIGN_SMALL;
+    size_t wanted = bytes == 0 ? ALIGN_SMALL : bytes;
+    block *b = NULL;
+    if (wanted <= arena->region_bytes) {
+        pthread_mutex_lock(&arena->lock);
+        b = take(arena, round_up(wanted, align), align);
+        pthread_mutex_unlock(&arena->lock);
+    }
+    if (!b)
+        return cd_fail(CD_NO_MEMORY, "arena: %zu bytes do not fit in what is left of this rank's %zu bytes", bytes,
+                       arena->region_bytes);
+    *out = cd_arena_at(arena, arena->local, b->at);
+    return CD_OK;
+}
+
+void cd_arena_release(cd_arena *arena, void *memory)
+{
+    if (!memory)
+        return;
+    size_t at = cd_arena_offset(arena, memory, 0);
+    pthread_mutex_lock(&arena->lock);
+    block *b = arena->blocks;
+    while (b && !(b->used && b->at == at))
+        b = b->next;
+    if (b) {
+        /* Pages of memory that is no shared mapping (tests) stay: the call fails and that is all. */
+        if (b->bytes >= GIVE_BACK_FROM)
+            (void)madvise(memory, b->bytes, MADV_REMOVE);
+        b->used = false;
+        if (b->next && !b->next->used)
+            merge_next(b);
+        if (b->previous && !b->previous->used)
+            merge_next(b->previous);
+    }
+    pthread_mutex_unlock(&arena->lock);
+}
