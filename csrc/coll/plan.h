@@ -23,7 +23,11 @@ typedef struct {
 /* The row for this operation; never NULL for a legal op (there is an algorithm for every kind over shm and over the mesh).
  * Rows depend only on what all ranks know alike. */
 const cd_plan_row *cd_plan_find(const cd_team *team, const cd_op *op);
-/* The bytes that the table compares. */
+/* Whether CDIST_PLAN can be read: CD_BAD_ARGUMENT names the part that cannot. For whoever opens a CPU backend, so that a bad
+ * setting is refused before the first operation; cd_plan_find takes the table alone when the setting is bad. */
+cd_status cd_plan_check(void);
+/* The bytes that the table compares: of the largest buffer of the operation on any rank; SIZE_MAX for CD_OP_UNEVEN, where only
+ * rows without limit fit. */
 size_t cd_plan_bytes(const cd_team *team, const cd_op *op);
 /* The whole table in order, for docs, tests (thresholds ± 1) and the benchmark. */
 const cd_plan_row *cd_plan_rows(size_t *count_p);

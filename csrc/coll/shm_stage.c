@@ -1,0 +1,242 @@
+/* Reductions of any size through the rings. In each round a rank puts the slices of the others into its slot, waits for
+ * theirs, reduces its own slice in rank order, publishes it in its slot, and (all_reduce, root of reduce) copies the reduced
+ * slices of the others out. Only foreign slices are staged; the own one is read where it lies. It puts one round ahead. */
+#include "coll/shm_team_impl.h"
+
+typedef struct {
+    cd_team *team;
+    const cd_op *op;
+    const cd_patience *patience;
+    cd_reduce_func reduce;
+    cd_shm_piece in, out;  /* ALL_REDUCE, REDUCE; out.span == NULL where there is none */
+    size_t slice;
+    uint64_t first, end;   /* rounds, as the team counts them */
+} stage;
+
+/* Slice of rank `owner` in a round of ALL_REDUCE and REDUCE. */
+static inline size_t part_of(const stage *s, uint64_t round, int owner, size_t *at_p)
+{
+    size_t at = ((size_t)(round - s->first) * (size_t)s->team->world + (size_t)owner) * s->slice;
+    *at_p = at;
+    return at < s->in.bytes ? cd_least(s->in.bytes - at, s->slice) : 0;
+}
+
+static cd_status put(const stage *s, uint64_t round)
+{
+    cd_shm_team *shm = s->team->shm;
+    char *slot = cd_shm_slot_of(shm, shm->rank, round);
+    CD_TRY(cd_shm_wait_free(s->team, round, s->patience));
+    for (int i = 1; i < shm->ranks; i++) {
+        int owner = (shm->rank + i) % shm->ranks;
+        size_t at, bytes = part_of(s, round, owner, &at);
+        cd_piece_read(&s->in, at, bytes, slot + (size_t)owner * s->slice);
+    }
+    cd_shm_raise(&shm->rows[shm->rank].staged.round, round + 1);
+    return CD_OK;
+}
+
+static cd_status wait_staged(const stage *s, uint64_t round)
+{
+    const cd_shm_team *shm = s->team->shm;
+    for (int peer = 0; peer < shm->ranks; peer++)
+        if (peer != shm->rank)
+            CD_TRY(cd_wait_at_least(&shm->rows[peer].staged.round, round + 1, peer, s->patience));
+    return CD_OK;
+}
+
+/* Where the own part of the input can be read in one run. */
+static const void *own_input(const stage *s, const cd_shm_piece *piece, size_t at, size_t bytes)
+{
+    const char *own = cd_piece_at(piece, at);
+    if (own)
+        return own;
+    cd_piece_read(piece, at, bytes, s->team->shm->scratch);
+    return s->team->shm->scratch;
+}
+
+static cd_status reduce_own(const stage *s, uint64_t round)
+{
+    cd_shm_team *shm = s->team->shm;
+    CD_TRY(wait_staged(s, round));
+    size_t at, bytes = part_of(s, round, shm->rank, &at), inside = (size_t)shm->rank * s->slice;
+    if (bytes) {
+        for (int peer = 0; peer < shm->ranks; peer++)
+            shm->inputs[peer] = cd_shm_slot_of(shm, peer, round) + inside;
+        shm->inputs[shm->rank] = own_input(s, &s->in, at, bytes);
+        char *shared = cd_shm_slot_of(shm, shm->rank, round) + inside;
+        char *own = s->out.span ? cd_piece_at(&s->out, at) : NULL;
+        /* In private memory first, then in bulk: a kernel that writes shared lines one by one is slower (measured). */
+        s->reduce(own ? own : shared, shm->inputs, shm->ranks, bytes / s->op->item_bytes, s->op->factor);
+        if (own)
+            memcpy(shared, own, bytes);
+        else if (s->out.span)
+            cd_piece_write(&s->out, at, bytes, shared);
+    }
+    cd_shm_raise(&shm->rows[shm->rank].reduced.round, round + 1);
+    return CD_OK;
+}
+
+static cd_status take(const stage *s, uint64_t round)
+{
+    cd_shm_team *shm = s->team->shm;
+    for (int i = 1; s->out.span && i < shm->ranks; i++) {
+        int owner = (shm->rank + i) % shm->ranks;
+        size_t at, bytes = part_of(s, round, owner, &at);
+        if (!bytes)
+            continue;
+        CD_TRY(cd_wait_at_least(&shm->rows[owner].reduced.round, round + 1, owner, s->patience));
+        cd_piece_write(&s->out, at, bytes, cd_shm_slot_of(shm, owner, round) + (size_t)owner * s->slice);
+    }
+    cd_shm_raise(&shm->rows[shm->rank].left.round, round + 1);
+    return CD_OK;
+}
+
+/* Chunks of equal size, so that the last one is not a crumb. */
+static void plan_rounds(stage *s)
+{
+    size_t ranks = (size_t)s->team->world;
+    size_t largest = s->team->shm->slot_bytes / ranks / CD_SHM_GRAIN * CD_SHM_GRAIN;
+    size_t rounds = (s->in.bytes + largest * ranks - 1) / (largest * ranks);
+    s->first = s->team->shm->rounds;
+    s->end = s->first + rounds;
+    s->slice = rounds ? cd_round_up((s->in.bytes + rounds * ranks - 1) / (rounds * ranks), CD_SHM_GRAIN) : CD_SHM_GRAIN;
+}
+
+static stage plan_stage(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    stage s = {.team = team, .op = op, .patience = patience, .reduce = cd_reduce_find(op->redop, op->dtype)};
+    if (op->kind == CD_REDUCE_SCATTER)
+        return s;
+    s.in = cd_piece_whole(&op->in.list[0]);
+    if (op->kind == CD_ALL_REDUCE || team->rank == op->root)
+        s.out = cd_piece_whole(&op->out.list[0]);
+    plan_rounds(&s);
+    return s;
+}
+
+static cd_status run_rounds(const stage *s, bool first_is_put)
+{
+    if (!first_is_put && s->first < s->end)
+        CD_TRY(put(s, s->first));
+    for (uint64_t round = s->first; round < s->end; round++) {
+        if (round + 1 < s->end)
+            CD_TRY(put(s, round + 1));
+        CD_TRY(reduce_own(s, round));
+        CD_TRY(take(s, round));
+    }
+    s->team->shm->rounds = s->end;
+    return CD_OK;
+}
+
+cd_status cd_shm_stage_after_meeting(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    stage s = plan_stage(team, op, patience);
+    return run_rounds(&s, false);
+}
+
+/* ---- reduce_scatter: blocks instead of slices of one buffer, and nothing to copy out ---- */
+
+static inline size_t block_part(const stage *s, const cd_shm_piece *piece, uint64_t round, size_t *at_p)
+{
+    size_t at = (size_t)(round - s->first) * s->slice;
+    *at_p = at;
+    return at < piece->bytes ? cd_least(piece->bytes - at, s->slice) : 0;
+}
+
+static inline size_t slice_index(int giver, int taker)
+{
+    return (size_t)(taker < giver ? taker : taker - 1);
+}
+
+static cd_status put_blocks(const stage *s, uint64_t round)
+{
+    cd_shm_team *shm = s->team->shm;
+    char *slot = cd_shm_slot_of(shm, shm->rank, round);
+    CD_TRY(cd_shm_wait_free(s->team, round, s->patience));
+    for (int i = 1; i < shm->ranks; i++) {
+        int owner = (shm->rank + i) % shm->ranks;
+        size_t at, bytes = block_part(s, &shm->gives[owner], round, &at);
+        cd_piece_read(&shm->gives[owner], at, bytes, slot + slice_index(shm->rank, owner) * s->slice);
+    }
+    cd_shm_raise(&shm->rows[shm->rank].staged.round, round + 1);
+    return CD_OK;
+}
+
+/* Reduces shm->inputs into bytes [at, at + bytes) of the output. */
+static void reduce_to_output(const stage *s, size_t at, size_t bytes)
+{
+    cd_shm_team *shm = s->team->shm;
+    const cd_shm_piece *out = &shm->takes[shm->rank];
+    char *own = cd_piece_at(out, at);
+    s->reduce(own ? own : shm->scratch, shm->inputs, shm->ranks, bytes / s->op->item_bytes, s->op->factor);
+    if (!own)
+        cd_piece_write(out, at, bytes, shm->scratch);
+}
+
+static cd_status reduce_block(const stage *s, uint64_t round)
+{
+    cd_shm_team *shm = s->team->shm;
+    const cd_shm_piece *give = &shm->gives[shm->rank];
+    size_t at, bytes = block_part(s, give, round, &at);
+    if (bytes) {
+        CD_TRY(wait_staged(s, round));
+        for (int peer = 0; peer < shm->ranks; peer++)
+            shm->inputs[peer] = cd_shm_slot_of(shm, peer, round) + slice_index(peer, shm->rank) * s->slice;
+        shm->inputs[shm->rank] = own_input(s, give, at, bytes);
+        /* The scratch may hold the own input: a kernel may write over one of its inputs. */
+        reduce_to_output(s, at, bytes);
+    }
+    cd_shm_raise(&shm->rows[shm->rank].left.round, round + 1);
+    return CD_OK;
+}
+
+static cd_status run_reduce_scatter(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    cd_shm_team *shm = team->shm;
+    bool uneven = (op->flags & CD_OP_UNEVEN) != 0;
+    stage s = plan_stage(team, op, patience);
+    cd_shm_resolve(shm, op);
+    cd_shm_begin(shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){0, 0};
+    if (uneven) {
+        cd_shm_write_counts(shm);
+        cd_shm_give_eagerly(shm, false);
+    }
+    cd_shm_enter(shm);
+    CD_TRY(cd_shm_meet(team, op, patience));
+    size_t largest = shm->takes[shm->rank].bytes;
+    if (uneven) {
+        CD_TRY(cd_shm_check_counts(team, op, &largest));
+        if (cd_shm_take_eagerly(shm, false)) {
+            if (shm->takes[shm->rank].bytes)
+                reduce_to_output(&s, 0, shm->takes[shm->rank].bytes);
+            return CD_OK;
+        }
+    }
+    size_t peers = shm->ranks > 1 ? (size_t)shm->ranks - 1 : 1;
+    s.slice = shm->slot_bytes / peers / CD_SHM_GRAIN * CD_SHM_GRAIN;
+    s.first = shm->rounds;
+    s.end = s.first + (largest + s.slice - 1) / s.slice;
+    if (s.first < s.end)
+        CD_TRY(put_blocks(&s, s.first));
+    for (uint64_t round = s.first; round < s.end; round++) {
+        if (round + 1 < s.end)
+            CD_TRY(put_blocks(&s, round + 1));
+        CD_TRY(reduce_block(&s, round));
+    }
+    shm->rounds = s.end;
+    return CD_OK;
+}
+
+cd_status cd_shm_stage_run(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    if (op->kind == CD_REDUCE_SCATTER)
+        return run_reduce_scatter(team, op, patience);
+    stage s = plan_stage(team, op, patience);
+    cd_shm_begin(team->shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){0, 0};
+    cd_shm_enter(team->shm);
+    /* The first round is staged while the others arrive: it touches nobody's memory but the own ring. */
+    if (s.first < s.end)
+        CD_TRY(put(&s, s.first));
+    CD_TRY(cd_shm_meet(team, op, patience));
+    return run_rounds(&s, true);
+}

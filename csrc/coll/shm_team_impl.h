@@ -1,0 +1,235 @@
+/* The inside of a shared-memory team; included by coll/shm_*.c and their tests alone.
+ *
+ * Vocabulary. *Head*: the 64-byte line with which a rank enters an operation; two a rank, by parity of the operation's
+ * number. *Small slot*: what a rank gives in a small operation, two a rank like the heads. *Ring*: SLOTS slots a rank, through
+ * which larger operations pass in *rounds*; a slot holds one *slice* for each reader, or one for all. *Piece*: the part of a
+ * user's buffer that one rank gives to another.
+ *
+ * Rules. A word has one writer and only grows; release to post, acquire to read. The one exception is `ring_bytes` (written
+ * once, by compare-and-swap, when a team is opened).
+ *
+ * Every operation of every kind begins with the same meeting: a rank posts its head and then waits for the heads of all. So
+ *   - a difference between ranks is found by all of them before any user memory is written, whatever path they take;
+ *   - when a rank posts head k, it has finished k−1, so it saw the heads k−1 of all, each posted after its owner had finished
+ *     k−2: nobody reads heads, small slots, descriptors or counts of k−2 any more, and those of k may take their place.
+ * There is no exit barrier, and rooted kinds need no word of their own. */
+#ifndef CD_COLL_SHM_TEAM_IMPL_H
+#define CD_COLL_SHM_TEAM_IMPL_H
+
+#include "coll/shm_team.h"
+#include "simd/reduce.h"
+#include "simd/strided.h"
+
+#include <string.h>
+
+#ifdef CDIST_JITTER
+void cd_jitter(void); /* the test build's: yields or naps at random */
+#else
+static inline void cd_jitter(void)
+{
+}
+#endif
+
+#define CD_SHM_SLOTS 12
+#define CD_SHM_INLINE 48
+/* Slices and reductions start at multiples of this, so that no two ranks write one line. */
+#define CD_SHM_GRAIN ((size_t)64)
+
+/* What a rank says about its buffers in operations that are not small. */
+typedef struct {
+    uint64_t in_at, out_at; /* 1 + offset of the buffer from the arena's base, 0 = does not lie in the arena */
+} cd_shm_where;
+
+typedef struct {
+    _Atomic uint64_t number; /* of the operation on this team, from 1 */
+    uint32_t signature;
+    uint32_t eager;          /* uneven operations: all that this rank gives lies in its small slot */
+    union {
+        char payload[CD_SHM_INLINE];
+        cd_shm_where where;
+    };
+} cd_shm_head;
+_Static_assert(sizeof(cd_shm_head) == 64, "one line");
+
+/* One rank's part of the board: all of it is written by that rank alone. */
+typedef struct {
+    struct {
+        cd_shm_head head;
+        char pad[CD_LINE - sizeof(cd_shm_head)];
+    } enter[2];
+    struct {
+        _Atomic uint64_t round; /* rounds since the team began */
+        char pad[CD_LINE - sizeof(uint64_t)];
+    } staged, reduced, left;    /* slices of the round lie in the ring; the own reduced slice too; nothing more is read */
+    cd_descriptor descriptor[2];
+    char pad[CD_LINE * 2];
+} cd_shm_row;
+_Static_assert(sizeof(cd_shm_row) == CD_LINE * 8, "rows start on lines");
+
+/* Start of the shared memory. */
+typedef struct {
+    cd_cause cause;
+    _Atomic uint64_t ring_bytes; /* footprint of a ring, 0 until the first rank has chosen it */
+} cd_shm_board;
+
+/* Bytes [at, at + bytes) of the span's elements in logical order. */
+typedef struct {
+    const cd_span *span;
+    size_t at, bytes;
+} cd_shm_piece;
+
+/* Sizes that follow from the number of ranks alone. */
+typedef struct {
+    size_t small_bytes; /* capacity of a small slot */
+    size_t counts_at, small_at, ring_at; /* offsets from the board */
+    size_t ring_stride;
+    size_t bytes;
+} cd_shm_layout;
+
+struct cd_shm_team {
+    int rank, ranks;
+    cd_shm_board *board;
+    cd_shm_row *rows;
+    cd_shm_layout layout;
+    const cd_arena *arena; /* may be NULL */
+    uint64_t number;       /* operations begun */
+    uint64_t rounds;       /* rounds of the ring that all operations so far took: the same on all ranks */
+    size_t slot_bytes;
+    /* Work space of the running operation. */
+    const void **inputs;        /* one a rank */
+    cd_shm_piece *gives, *takes; /* one a rank: to and from that peer */
+    char *scratch;              /* scratch_bytes, for strided memory */
+    size_t scratch_bytes;
+};
+
+cd_shm_layout cd_shm_layout_of(int ranks);
+
+static inline cd_shm_head *cd_shm_head_of(const cd_shm_team *shm, int rank)
+{
+    return &shm->rows[rank].enter[shm->number & 1].head;
+}
+
+/* Small slot of a rank for the running operation. */
+static inline char *cd_shm_small_of(const cd_shm_team *shm, int rank)
+{
+    size_t slot = (size_t)rank * 2 + (shm->number & 1);
+    return (char *)shm->board + shm->layout.small_at + slot * shm->layout.small_bytes;
+}
+
+static inline char *cd_shm_slot_of(const cd_shm_team *shm, int rank, uint64_t round)
+{
+    return (char *)shm->board + shm->layout.ring_at + (size_t)rank * shm->layout.ring_stride +
+           (size_t)(round % CD_SHM_SLOTS) * shm->slot_bytes;
+}
+
+static inline void cd_shm_raise(_Atomic uint64_t *word, uint64_t value)
+{
+    cd_jitter();
+    atomic_store_explicit(word, value, memory_order_release);
+}
+
+/* Parts of the signature: all ranks must take the same path (arena and stage meet alike, and decide afterwards). */
+enum { CD_SHM_SMALL = 0, CD_SHM_ROUNDS = 1 };
+
+/* Begins the next operation: own head (payload still to be written) and descriptor; returns the head. */
+static inline cd_shm_head *cd_shm_begin(cd_shm_team *shm, const cd_op *op, uint32_t path)
+{
+    shm->number++;
+    cd_shm_head *head = cd_shm_head_of(shm, shm->rank);
+    head->signature = cd_op_signature(op) ^ path;
+    head->eager = 0;
+    cd_op_descriptor(op, &shm->rows[shm->rank].descriptor[shm->number & 1]);
+    return head;
+}
+
+/* Makes the own head, and all that was written before, visible to the others. */
+static inline void cd_shm_enter(cd_shm_team *shm)
+{
+    cd_shm_raise(&cd_shm_head_of(shm, shm->rank)->number, shm->number);
+}
+
+/* The slow part of the meeting: waits for one peer's head while looking for differences among those that came. */
+cd_status cd_shm_wait_head(cd_team *team, const cd_op *op, int peer, const cd_patience *patience) CD_COLD;
+/* Publishes the difference as the group's cause and fails with what was published first. */
+cd_status cd_shm_differs(cd_team *team, int peer) CD_COLD;
+
+/* Waits until all ranks have entered the running operation and finds out whether it is the same one. Afterwards all that they
+ * wrote before entering may be read. */
+static inline cd_status cd_shm_meet(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    const cd_shm_team *shm = team->shm;
+    uint32_t signature = cd_shm_head_of(shm, shm->rank)->signature;
+    for (int peer = 0; peer < shm->ranks; peer++) {
+        const cd_shm_head *head = cd_shm_head_of(shm, peer);
+        if (cd_unlikely(atomic_load_explicit(&head->number, memory_order_acquire) < shm->number))
+            CD_TRY(cd_shm_wait_head(team, op, peer, patience));
+        if (cd_unlikely(head->signature != signature))
+            return cd_shm_differs(team, peer);
+    }
+    return CD_OK;
+}
+
+/* Waits until the slot of this round in the own ring may be written: all have left the round that used it before. */
+static inline cd_status cd_shm_wait_free(const cd_team *team, uint64_t round, const cd_patience *patience)
+{
+    const cd_shm_team *shm = team->shm;
+    if (round < CD_SHM_SLOTS)
+        return CD_OK;
+    for (int peer = 0; peer < shm->ranks; peer++)
+        if (peer != shm->rank)
+            CD_TRY(cd_wait_at_least(&shm->rows[peer].left.round, round + 1 - CD_SHM_SLOTS, peer, patience));
+    return CD_OK;
+}
+
+/* Fills gives and takes for a kind that moves or scatters (all but BARRIER, ALL_REDUCE and REDUCE). What REDUCE_SCATTER takes
+ * from a peer is a contribution to `out`: its `takes` tell the size only. */
+void cd_shm_resolve(cd_shm_team *shm, const cd_op *op);
+/* Uneven operations, between begin and enter: writes down what this rank gives and takes. */
+void cd_shm_write_counts(cd_shm_team *shm);
+/* Uneven operations, between begin and enter: what this rank gives goes to its small slot if it fits, one block behind the
+ * other (or once, when every peer gets the same). */
+void cd_shm_give_eagerly(cd_shm_team *shm, bool one_for_all);
+/* After the meeting: true when all ranks gave eagerly; then inputs[peer] is what that peer gives to this rank. */
+bool cd_shm_take_eagerly(cd_shm_team *shm, bool one_for_all);
+/* After the meeting: compares what each rank gives with what its peers expect, all pairs on all ranks, so that all find the
+ * same difference. *largest_p: bytes of the largest piece. */
+cd_status cd_shm_check_counts(cd_team *team, const cd_op *op, size_t *largest_p);
+
+/* Bytes [at, at + bytes) of a piece → packed memory, and back; any cut, also inside of elements. */
+void cd_piece_read(const cd_shm_piece *piece, size_t at, size_t bytes, void *out);
+void cd_piece_write(const cd_shm_piece *piece, size_t at, size_t bytes, const void *in);
+/* What this rank gives to itself, without passing shared memory. */
+void cd_shm_copy_own(cd_shm_team *shm);
+
+/* Address of a byte of a contiguous piece, NULL when it is strided. */
+static inline char *cd_piece_at(const cd_shm_piece *piece, size_t at)
+{
+    return piece->span->dims ? NULL : (char *)piece->span->data + piece->at + at;
+}
+
+static inline cd_shm_piece cd_piece_whole(const cd_span *span)
+{
+    return (cd_shm_piece){.span = span, .bytes = span->count * span->item_bytes};
+}
+
+static inline size_t cd_round_up(size_t value, size_t to)
+{
+    return (value + to - 1) / to * to;
+}
+
+static inline size_t cd_least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* The paths; each runs any kind but SEND and RECV (arena falls back to stage where buffers do not lie in the arena). */
+cd_status cd_shm_small_run(cd_team *team, const cd_op *op, const cd_patience *patience);
+cd_status cd_shm_stage_run(cd_team *team, const cd_op *op, const cd_patience *patience);
+cd_status cd_shm_move_run(cd_team *team, const cd_op *op, const cd_patience *patience);
+cd_status cd_shm_arena_run(cd_team *team, const cd_op *op, const cd_patience *patience);
+/* The stage path of ALL_REDUCE and REDUCE from after the meeting on. */
+cd_status cd_shm_stage_after_meeting(cd_team *team, const cd_op *op, const cd_patience *patience);
+/* Largest cd_plan_bytes that the small path takes. */
+size_t cd_shm_small_limit(int ranks);
+
+#endif
