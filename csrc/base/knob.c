@@ -12,6 +12,8 @@ static const cd_knob_row rows[] = {
     {"CDIST_ARENA_BYTES", "auto", "shared arena per rank: auto (as much as the host has memory, at most 64G) or bytes (K, M, G); 0: none"},
     {"CDIST_SOCKET_IFNAME", "", "interface for data connections: name, prefix or CIDR, by comma; default: the route to the master"},
     {"CDIST_PORT_RANGE", "", "ports for data connections (\"20000-20100\"); default: free ports"},
+    {"GLOO_SOCKET_IFNAME", "", "as CDIST_SOCKET_IFNAME, which goes first"},
+    {"CDIST_STORE_BIND", "", "address on which the store of rank 0 listens; default: MASTER_ADDR itself, never a wildcard unless given here"},
     {"CDIST_JOB_SECRET", "", "64 hex digits: connections must prove that they know it; made by cdistrun for each job"},
     {"CDIST_STALL_SECONDS", "60", "after how long a waiting operation is reported as stalled; 0: never"},
     {"CDIST_DUMP_DIR", "", "folder for the recorder's JSON files; default: the temporary folder"},
