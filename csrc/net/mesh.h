@@ -8,7 +8,11 @@
  * goes straight into the caller's memory and a stream is never blocked by a message that nobody wants yet.
  *
  * Threads: every function may be called from any thread; one lock inside. Progress is made by whoever waits, and by a helper
- * thread of the mesh while asynchronous transfers are outstanding and nobody waits. */
+ * thread of the mesh while asynchronous transfers are outstanding and nobody waits.
+ *
+ * Memory for messages that nobody has asked for is bounded for each peer: above 8 MiB the sender is told to announce all
+ * further messages, also small ones, instead of sending them eagerly (nothing stops flowing, so no group can block another);
+ * a peer that exceeds 64 MiB all the same is given up with CD_IO. */
 #ifndef CD_NET_MESH_H
 #define CD_NET_MESH_H
 
@@ -32,14 +36,15 @@ typedef struct {
 typedef struct cd_xfer {
     struct cd_xfer *next;
     _Atomic uint64_t done; /* 0 running, 1 complete (release: data and the fields below are visible) */
-    bool is_send, is_async;
+    bool is_send, is_async, may_be_shorter;
     int peer;              /* world rank; −1 for a receive from anyone */
     cd_match match;
     uint32_t signature;    /* of the sender's dtype and shape; compared by the receiver unless 0 on either side */
     char *data;
     size_t bytes;          /* posted; after a receive: of the message */
     size_t moved;
-    uint32_t state, ticket;
+    uint64_t stamp;        /* order of posting, so that the oldest of the receives that fit gets a message */
+    uint32_t state, ticket, their_ticket;
     int source;            /* receive: the world rank that sent */
     cd_error *error;       /* NULL = fine; owned by the transfer: free with cd_xfer_clear */
 } cd_xfer;
@@ -66,8 +71,9 @@ void cd_mesh_recv(cd_mesh *mesh, cd_xfer *xfer, int peer, cd_match match, uint32
 cd_status cd_mesh_wait(cd_mesh *mesh, cd_xfer *const *xfers, int count, const cd_patience *patience) CD_MUST_USE;
 /* One turn of progress; true when complete. */
 bool cd_mesh_test(cd_mesh *mesh, cd_xfer *xfer);
-/* After return the mesh touches neither the transfer nor its data. A send that is half out is completed with filler bytes
- * that the receiver's end recognises as an aborted message (its receive fails with CD_ABORTED). */
+/* After return the mesh touches neither the transfer nor its data; unless it was complete, its error is CD_ABORTED. The part
+ * of a send that must still go out (the rest of an eager message or of a segment) is copied first. A message that was
+ * announced but not sent to its end fails the other side's transfer with CD_ABORTED. */
 void cd_mesh_cancel(cd_mesh *mesh, cd_xfer *xfer);
 void cd_xfer_clear(cd_xfer *xfer);
 /* Waits for a message without receiving it: its size and source. For object transfers of unknown size. */
@@ -75,7 +81,8 @@ cd_status cd_mesh_probe(cd_mesh *mesh, int peer, cd_match match, size_t *bytes_p
 
 /* A peer is lost (monitor): fails all transfers with it, now and later, with this error. Any thread. */
 void cd_mesh_fail_peer(cd_mesh *mesh, int peer, const cd_error *why);
-/* A group is gone: kept messages of the context are dropped, as are those that still come. */
+/* A context is gone (call it for each context of a group): kept messages of the context are dropped, as are those that still
+ * come; their senders' large transfers fail with CD_ABORTED. */
 void cd_mesh_forget(cd_mesh *mesh, uint64_t context);
 /* Payload bytes sent so far, for tests of step and byte tables. */
 uint64_t cd_mesh_bytes_sent(const cd_mesh *mesh);

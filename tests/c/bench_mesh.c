@@ -1,0 +1,119 @@
+/* Latency and bandwidth of messages between two ranks. usage: bench_mesh shm|unix|tcp [threads] */
+#include "mesh_world.h"
+
+#include "base/clock.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+typedef struct {
+    cd_mesh *mesh;
+    int rank;
+} side;
+
+static void ping(const side *s, size_t bytes, int rounds)
+{
+    char *data = aligned_alloc(4096, (bytes + 4095) & ~(size_t)4095);
+    memset(data, s->rank, bytes);
+    uint64_t start = 0;
+    for (int i = -rounds / 10; i < rounds; i++) {
+        if (i == 0)
+            start = cd_now_ns();
+        if (s->rank == 0) {
+            CHECK_OK(send_to(s->mesh, 1, 7, data, bytes, 20));
+            CHECK_OK(recv_from(s->mesh, 1, 7, data, bytes, 20, NULL));
+        } else {
+            CHECK_OK(recv_from(s->mesh, 0, 7, data, bytes, 20, NULL));
+            CHECK_OK(send_to(s->mesh, 0, 7, data, bytes, 20));
+        }
+    }
+    double ns = (double)(cd_now_ns() - start) / rounds / 2;
+    if (s->rank == 0)
+        printf("pingpong %9zu B  one way %10.3f us  %6.2f GB/s\n", bytes, ns / 1e3, (double)bytes / ns);
+    free(data);
+}
+
+enum { WINDOW = 64 };
+
+static void stream(const side *s, size_t bytes, int rounds, bool both, bool async)
+{
+    size_t span = ((bytes + 4095) & ~(size_t)4095);
+    int window = bytes * WINDOW > (UINT64_C(512) << 20) ? 8 : WINDOW;
+    int buffers = bytes > (1u << 20) ? 2 : window;
+    char *out = aligned_alloc(4096, span * (size_t)buffers), *in = aligned_alloc(4096, span * (size_t)buffers);
+    memset(out, s->rank + 1, span * (size_t)buffers);
+    memset(in, 0, span * (size_t)buffers);
+    cd_xfer x[2 * WINDOW], *list[2 * WINDOW];
+    uint64_t start = 0;
+    for (int i = -1; i < rounds; i++) {
+        if (i == 0)
+            start = cd_now_ns();
+        int n = 0;
+        for (int k = 0; k < window; k++) {
+            if (both || s->rank == 1) {
+                cd_mesh_recv(s->mesh, &x[n], 1 - s->rank, (cd_match){1, 3}, 0, in + span * (size_t)(k % buffers), bytes, false, async);
+                list[n] = &x[n];
+                n++;
+            }
+            if (both || s->rank == 0) {
+                cd_mesh_send(s->mesh, &x[n], 1 - s->rank, (cd_match){1, 3}, 0, out + span * (size_t)(k % buffers), bytes, async);
+                list[n] = &x[n];
+                n++;
+            }
+        }
+        cd_patience patience = patience_s(20, 2);
+        CHECK_OK(cd_mesh_wait(s->mesh, list, n, &patience));
+        for (int k = 0; k < n; k++)
+            cd_xfer_clear(list[k]);
+        char token = 0;
+        if (s->rank == 0)
+            CHECK_OK(recv_from(s->mesh, 1, 9, &token, 1, 20, NULL));
+        else
+            CHECK_OK(send_to(s->mesh, 0, 9, &token, 1, 20));
+    }
+    double ns = (double)(cd_now_ns() - start) / rounds / window;
+    if (s->rank == 0)
+        printf("%s x%-3d%9zu B  each    %10.3f us  %6.2f GB/s%s\n", both ? "both" : "one ", window, bytes, ns / 1e3,
+               (double)bytes * (both ? 2 : 1) / ns, async ? "  async" : "");
+    free(out);
+    free(in);
+}
+
+static void body(int rank, void *ctx)
+{
+    side s = {((cd_mesh **)ctx)[rank], rank};
+    static const size_t sizes[] = {4, 64, 1024, 16384, 65536, 1 << 20, 16 << 20, 64 << 20};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        ping(&s, sizes[i], sizes[i] <= 1024 ? 20000 : sizes[i] <= 65536 ? 4000 : sizes[i] <= (1 << 20) ? 400 : 8);
+    for (int both = 0; both < 2; both++) {
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+            stream(&s, sizes[i], sizes[i] <= 1024 ? 300 : sizes[i] <= 65536 ? 60 : sizes[i] <= (1 << 20) ? 8 : 1, both, true);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    world_kind kind = argc > 1 && !strcmp(argv[1], "tcp") ? WORLD_TCP : argc > 1 && !strcmp(argv[1], "unix") ? WORLD_UNIX : WORLD_SHM;
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    if (argc > 2) {
+        world w = world_open(2, kind);
+        check_on_ranks(2, body, w.mesh);
+        world_close(&w);
+        return 0;
+    }
+    /* Two processes, as in life: memory of the channels is mapped before the fork. */
+    world w = {.ranks = 2};
+    size_t bytes = (cd_channels_bytes(2) + 4095) & ~(size_t)4095;
+    w.memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(w.memory != MAP_FAILED);
+    for (int r = 0; r < 2; r++)
+        CHECK_OK(cd_mesh_create(r, 2, &w.mesh[r]));
+    world_join(&w, 0, 1, kind);
+    pid_t child = fork();
+    body(child ? 0 : 1, w.mesh);
+    if (!child)
+        _exit(0);
+    waitpid(child, NULL, 0);
+    return 0;
+}
