@@ -38,8 +38,10 @@ static const cd_reduce_variant *choose(void)
         if (variants[i]->runs())
             mine = variants[i];
     const cd_reduce_variant *none = NULL;
-    /* The first thread decides for all, even if the environment changes between two. Relaxed: the tables are constants. */
-    if (atomic_compare_exchange_strong_explicit(&chosen, &none, mine, memory_order_relaxed, memory_order_relaxed))
+    /* The first thread decides for all, even if the environment changes between two. Relaxed: the tables are
+     * constants. */
+    if (atomic_compare_exchange_strong_explicit(&chosen, &none, mine, memory_order_relaxed,
+                                                memory_order_relaxed))
         return mine;
     return none;
 }

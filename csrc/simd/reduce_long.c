@@ -3,35 +3,33 @@
 
 typedef long double item __attribute__((aligned(1), may_alias));
 
-#define DEFINE_LONG(NAME, STEP, POST)                                                           \
+/* FIRST makes the accumulator of the first element x, STEP adds the next one, x, to a, POST finishes a. */
+#define DEFINE_LONG(NAME, FIRST, STEP, POST)                                                    \
     static void NAME(void *out, const void *const *in, int inputs, size_t count, double factor) \
     {                                                                                           \
         item *to = out;                                                                         \
         (void)factor;                                                                           \
         for (size_t i = 0; i < count; i++) {                                                    \
-            long double a = ((const item *)in[0])[i] FIRST;                                     \
+            long double x = ((const item *)in[0])[i], a = FIRST;                                \
             for (int k = 1; k < inputs; k++) {                                                  \
-                long double b = ((const item *)in[k])[i];                                       \
+                x = ((const item *)in[k])[i];                                                   \
                 a = STEP;                                                                       \
             }                                                                                   \
             to[i] = POST;                                                                       \
         }                                                                                       \
     }
 
-#define FIRST
-DEFINE_LONG(sum, a + b, a)
-DEFINE_LONG(avg, a + b, a / (long double)inputs)
-DEFINE_LONG(product, a * b, a)
-DEFINE_LONG(least, a < b || a != a ? a : b, a)
-DEFINE_LONG(most, a > b || a != a ? a : b, a)
-#undef FIRST
-#define FIRST *(long double)factor
-DEFINE_LONG(premul, a + b * (long double)factor, a)
+DEFINE_LONG(sum, x, a + x, a)
+DEFINE_LONG(avg, x, a + x, a / (long double)inputs)
+DEFINE_LONG(product, x, (a * x), a)
+DEFINE_LONG(least, x, a < x || a != a ? a : x, a)
+DEFINE_LONG(most, x, a > x || a != a ? a : x, a)
+DEFINE_LONG(premul, (x * (long double)factor), a + x * (long double)factor, a)
 
-#define DEFINE_LONG_PARTS(NAME)                                                                          \
-    static void NAME##_parts(void *out, const void *const *in, int inputs, size_t count, double factor)  \
-    {                                                                                                    \
-        NAME(out, in, inputs, 2 * count, factor);                                                        \
+#define DEFINE_LONG_PARTS(NAME)                                                                         \
+    static void NAME##_parts(void *out, const void *const *in, int inputs, size_t count, double factor) \
+    {                                                                                                   \
+        NAME(out, in, inputs, 2 * count, factor);                                                       \
     }
 
 DEFINE_LONG_PARTS(sum)

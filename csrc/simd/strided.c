@@ -1,8 +1,6 @@
-/* Every copy is one between two cursors; packed memory is a cursor of one dimension. From where both stand, the largest
- * plane of equal rows is copied at once: rows × cols, with two strides on each side. */
+/* Every copy is one between two cursors; packed memory is a cursor of one dimension. From where both stand,
+ * the largest plane of equal rows is copied at once: rows × cols, with two strides on each side. */
 #include "simd/strided.h"
-
-#include "base/attr.h"
 
 #include <string.h>
 
@@ -109,52 +107,52 @@ static void cursor_advance(cursor *c, size_t count)
 }
 
 /* The copy of one item is a constant memcpy, that is one load and one store, for the sizes that occur. */
-#define FOR_ITEM_SIZE(bytes, LOOP)            \
-    switch (bytes) {                          \
-    case 1: LOOP(1) break;                    \
-    case 2: LOOP(2) break;                    \
-    case 4: LOOP(4) break;                    \
-    case 8: LOOP(8) break;                    \
-    case 16: LOOP(16) break;                  \
-    default: LOOP(bytes) break;               \
+#define FOR_ITEM_SIZE(bytes, LOOP) \
+    switch (bytes) {               \
+    case 1: LOOP(1) break;         \
+    case 2: LOOP(2) break;         \
+    case 4: LOOP(4) break;         \
+    case 8: LOOP(8) break;         \
+    case 16: LOOP(16) break;       \
+    default: LOOP(bytes) break;    \
     }
 
-/* `from` runs along the rows' direction (from_row is an item), `to` along the columns (to_col is an item). Both sides are
- * touched in runs of whole lines; what lies crosswise between them lies in a buffer, since the lines of a power-of-two
- * stride share one set of the L1 and would push each other out. */
-enum { TILE_BYTES = 64 };
+/* `from` runs along the rows' direction (from_row is an item), `to` along the columns (to_col is an item).
+ * Both sides are touched in runs of whole lines; what lies crosswise between them lies in a buffer, since the
+ * lines of a power-of-two stride share one set of the L1 and would push each other out. */
+enum { FROM_BYTES = 256, TO_BYTES = 64 };
 
 static void copy_tile(const plane *p)
 {
-    char buffer[TILE_BYTES * TILE_BYTES];
-#define TURN(size)                                                                                          \
-    for (size_t c = 0; c < p->cols; c++) {                                                                  \
-        const char *from = p->from + (ptrdiff_t)c * p->from_col;                                            \
-        char *to = buffer + c * size;                                                                       \
-        for (size_t r = 0; r < p->rows; r++, from += size, to += p->cols * size)                            \
-            memcpy(to, from, size);                                                                         \
+    char buffer[FROM_BYTES * TO_BYTES]; /* rows of TO_BYTES, of any item size up to 16 */
+#define TURN(size)                                                         \
+    for (size_t c = 0; c < p->cols; c++) {                                 \
+        const char *from = p->from + (ptrdiff_t)c * p->from_col;           \
+        char *to = buffer + c * size;                                      \
+        for (size_t r = 0; r < p->rows; r++, from += size, to += TO_BYTES) \
+            memcpy(to, from, size);                                        \
     }
     FOR_ITEM_SIZE(p->item_bytes, TURN)
     size_t row_bytes = p->cols * p->item_bytes;
-    if (row_bytes == TILE_BYTES) {
+    if (row_bytes == TO_BYTES) {
         for (size_t r = 0; r < p->rows; r++)
-            memcpy(p->to + (ptrdiff_t)r * p->to_row, buffer + r * TILE_BYTES, TILE_BYTES);
+            memcpy(p->to + (ptrdiff_t)r * p->to_row, buffer + r * TO_BYTES, TO_BYTES);
         return;
     }
     for (size_t r = 0; r < p->rows; r++)
-        memcpy(p->to + (ptrdiff_t)r * p->to_row, buffer + r * row_bytes, row_bytes);
+        memcpy(p->to + (ptrdiff_t)r * p->to_row, buffer + r * TO_BYTES, row_bytes);
 }
 
 static void copy_transposed(const plane *p)
 {
-    size_t side = TILE_BYTES / p->item_bytes;
-    for (size_t c = 0; c < p->cols; c += side) {
-        for (size_t r = 0; r < p->rows; r += side) {
+    size_t rows = FROM_BYTES / p->item_bytes, cols = TO_BYTES / p->item_bytes;
+    for (size_t c = 0; c < p->cols; c += cols) {
+        for (size_t r = 0; r < p->rows; r += rows) {
             plane tile = *p;
             tile.to += (ptrdiff_t)r * p->to_row + (ptrdiff_t)c * p->to_col;
             tile.from += (ptrdiff_t)r * p->from_row + (ptrdiff_t)c * p->from_col;
-            tile.rows = p->rows - r < side ? p->rows - r : side;
-            tile.cols = p->cols - c < side ? p->cols - c : side;
+            tile.rows = p->rows - r < rows ? p->rows - r : rows;
+            tile.cols = p->cols - c < cols ? p->cols - c : cols;
             copy_tile(&tile);
         }
     }
@@ -162,17 +160,27 @@ static void copy_transposed(const plane *p)
 
 static plane plane_turned(const plane *p)
 {
-    return (plane){p->to, p->from, p->to_col, p->to_row, p->from_col, p->from_row, p->cols, p->rows, p->item_bytes};
+    return (plane){
+        .to = p->to,
+        .from = p->from,
+        .to_row = p->to_col,
+        .to_col = p->to_row,
+        .from_row = p->from_col,
+        .from_col = p->from_row,
+        .rows = p->cols,
+        .cols = p->rows,
+        .item_bytes = p->item_bytes,
+    };
 }
 
 static void copy_items(const plane *p)
 {
-#define COLS_INSIDE(size)                                                                                   \
-    for (size_t r = 0; r < p->rows; r++) {                                                                  \
-        char *to = p->to + (ptrdiff_t)r * p->to_row;                                                        \
-        const char *from = p->from + (ptrdiff_t)r * p->from_row;                                            \
-        for (size_t c = 0; c < p->cols; c++, to += p->to_col, from += p->from_col)                          \
-            memcpy(to, from, size);                                                                         \
+#define COLS_INSIDE(size)                                                          \
+    for (size_t r = 0; r < p->rows; r++) {                                         \
+        char *to = p->to + (ptrdiff_t)r * p->to_row;                               \
+        const char *from = p->from + (ptrdiff_t)r * p->from_row;                   \
+        for (size_t c = 0; c < p->cols; c++, to += p->to_col, from += p->from_col) \
+            memcpy(to, from, size);                                                \
     }
     FOR_ITEM_SIZE(p->item_bytes, COLS_INSIDE)
 }
@@ -184,17 +192,18 @@ static void copy_plane(const plane *p)
     bool long_rows = p->cols * p->item_bytes >= 64 || p->cols == 1;
     if (p->to_col == item && p->from_col == item && long_rows) {
         for (size_t r = 0; r < p->rows; r++)
-            memcpy(p->to + (ptrdiff_t)r * p->to_row, p->from + (ptrdiff_t)r * p->from_row, p->cols * p->item_bytes);
+            memcpy(p->to + (ptrdiff_t)r * p->to_row, p->from + (ptrdiff_t)r * p->from_row,
+                   p->cols * p->item_bytes);
         return;
     }
-    if (p->rows >= 4 && p->cols >= 4 && item <= TILE_BYTES / 4) {
-        plane turned = plane_turned(p);
-        if (p->from_row == item && p->to_col == item)
-            return copy_transposed(p);
-        if (p->from_col == item && p->to_row == item)
-            return copy_transposed(&turned);
-    }
-    copy_items(p);
+    bool is_worth_tiles = p->rows >= 4 && p->cols >= 4 && item <= TO_BYTES / 4;
+    plane turned = plane_turned(p);
+    if (is_worth_tiles && p->from_row == item && p->to_col == item)
+        copy_transposed(p);
+    else if (is_worth_tiles && p->from_col == item && p->to_row == item)
+        copy_transposed(&turned);
+    else
+        copy_items(p);
 }
 
 static void copy_between(cursor *to, cursor *from, size_t count, size_t item_bytes)

@@ -1,5 +1,6 @@
 /* GB/s of each kernel (bytes of all inputs and of the output), beside memcpy (bytes read and written).
- *   bench_simd [float32|…] [SUM|…]      CDIST_SIMD=… for another variant; default: float32 in all sizes, then all at 256 KiB */
+ *   bench_simd [float32|…] [SUM|…]      CDIST_SIMD=… for another variant; default: float32 in all sizes, then
+ * all at 256 KiB */
 #include "base/clock.h"
 #include "simd/reduce.h"
 #include "simd/strided.h"
@@ -108,7 +109,12 @@ int main(int argc, char **argv)
         arrays[k] = aligned_alloc(4096, 64 << 20);
         if (!arrays[k])
             return 1;
-        memset(arrays[k], 0x11, 64 << 20); /* a small number in every type */
+        memset(arrays[k], 0x3f,
+               64 << 20); /* near 1 in every type but long double, for which it is slow rubbish */
+    }
+    if (argc > 1 && strcmp(argv[1], "transposed") == 0) {
+        print_transposed();
+        return 0;
     }
     print_sizes(redop, dtype);
     if (argc == 1) {

@@ -15,8 +15,10 @@ static size_t random_below(size_t limit)
     return (size_t)(random_state >> 11) % limit;
 }
 
-/* A view that starts somewhere in the memory at `base`: a permuted C order with steps, gaps and signs; zero strides if `may_repeat`. */
-static cd_span random_span(char *base, cd_dims *dims, uint32_t item, const size_t *shape, int ndim, bool may_repeat)
+/* A view that starts somewhere in the memory at `base`: a permuted C order with steps, gaps and signs; zero
+ * strides if `may_repeat`. */
+static cd_span random_span(char *base, cd_dims *dims, uint32_t item, const size_t *shape, int ndim,
+                           bool may_repeat)
 {
     int order[MAX_DIMS];
     for (int d = 0; d < ndim; d++)
@@ -190,9 +192,8 @@ static void test_transposed(void)
         size_t item = items[i], bytes = ROWS * COLS * item;
         char *from = malloc(bytes), *to = malloc(bytes), *back = malloc(bytes);
         random_fill(from, bytes);
-        cd_dims dims = {.ndim = 2,
-                        .shape = {COLS, ROWS},
-                        .strides = {(ptrdiff_t)item, (ptrdiff_t)(COLS * item)}};
+        cd_dims dims = {
+            .ndim = 2, .shape = {COLS, ROWS}, .strides = {(ptrdiff_t)item, (ptrdiff_t)(COLS * item)}};
         cd_span span = {.data = from, .count = ROWS * COLS, .dims = &dims, .item_bytes = (uint32_t)item};
         cd_span_read(&span, 0, ROWS * COLS, to);
         for (size_t k = 0; k < ROWS * COLS; k++)
