@@ -1,46 +1,83 @@
-/* The gradient reducer: buckets, readiness counters, launch in order. One call per gradient on the hot path. */
+/* The gradient reducer: buckets, readiness counters, launch in order. One call per gradient on the hot path.
+ *
+ * A step is begin → ready × parameters → finish. Bucket k is launched (one asynchronous all_reduce in place) as soon as all its
+ * gradients are ready and bucket k − 1 was launched, so that all ranks launch in the same order whatever the order of gradients.
+ *
+ * A gradient that is missing on one rank must become an error on all of them. Each bucket therefore carries one more element
+ * behind its gradients, the flag: 0, or NaN from a rank that had to send zeros in place of a gradient. The sum tells every rank,
+ * at no extra message; only then do the ranks gather who missed what. (Buckets in GPU memory have no flag.) */
 #ifndef CD_DDP_REDUCER_H
 #define CD_DDP_REDUCER_H
 
+#include "ddp/bucket.h"
 #include "group/group.h"
 
 typedef struct cd_reducer cd_reducer;
 
-/* A parameter as the reducer sees it. */
-typedef struct {
-    size_t count;     /* elements */
-    cd_dtype dtype;
-    cd_device device;
-} cd_reducer_param;
-
 typedef enum { CD_REDUCE_MEAN = 0, CD_REDUCE_SUM } cd_reduce_mode;
 
-/* Assigns params (in the given order) to buckets by size: the rule of api.md section 2.3, as a pure function.
- * caps: bytes per bucket, the last repeats. bucket_of[param] is written; returns the number of buckets. Different dtypes or
- * devices never share a bucket. */
-int cd_bucket_assign(const cd_reducer_param *params, const int *order, int count, const size_t *caps, int caps_count,
-                     int *bucket_of);
+typedef enum {
+    CD_STEP_LOCAL = 0, /* ready() only counts (no_sync) */
+    CD_STEP_REDUCE,    /* full buckets are reduced by the reducer */
+    CD_STEP_HANDOUT    /* full buckets are given to the caller (a comm hook) by cd_reducer_next_full */
+} cd_step;
 
-/* `bucket_of` as above, already agreed by all ranks. Bucket memory comes from the host's arena where there is one.
- * Divides by `divisor` (0: the group's size) for MEAN. */
-cd_status cd_reducer_create(cd_group *group, const cd_reducer_param *params, int count, const int *bucket_of, int buckets,
-                            cd_reduce_mode mode, cd_reducer **out);
+/* What a reducer is made from; copied by create. All ranks give equal ones. */
+typedef struct {
+    const cd_reducer_param *params; /* real or complex floats */
+    int count;
+    const int *bucket_of; /* bucket of each parameter; a bucket holds one dtype and device, in the order of parameters */
+    int buckets;
+    cd_reduce_mode mode;
+    void *const *memory; /* NULL, or memory of each bucket (GPU: must be given; no room for a flag is needed) */
+} cd_reducer_spec;
+
+/* Bucket memory comes from the host's arena where there is one. Local: sends nothing. Retains the group.
+ * Errors: CD_BAD_TYPE (integer gradients), CD_BAD_ARGUMENT (bucket_of), CD_NO_MEMORY. */
+cd_status cd_reducer_create(cd_group *group, const cd_reducer_spec *spec, cd_reducer **out);
+/* Takes NULL. Operations that are still running keep their memory. */
 void cd_reducer_free(cd_reducer *reducer);
-/* Where gradient `param` lives in its bucket; stays valid for the reducer's life. */
-void *cd_reducer_view(cd_reducer *reducer, int param);
-void *cd_reducer_bucket(cd_reducer *reducer, int bucket, size_t *bytes_p);
-/* Begins a step: all parameters of interest become unready. sync == false: ready() only counts (no_sync). */
-void cd_reducer_begin(cd_reducer *reducer, bool sync);
-/* Gradient `param` lies complete in its view. Thread-safe; launches every bucket that is full and has none unlaunched before
- * it. Errors: CD_BAD_ARGUMENT when it was ready already in this step (the caller names it); the group's. */
+
+int cd_reducer_buckets(const cd_reducer *reducer);
+/* Where gradient `param` lies in its bucket; stays valid for the reducer's life. */
+void *cd_reducer_view(const cd_reducer *reducer, int param);
+/* Its bucket, and the offset there in bytes. */
+int cd_reducer_place(const cd_reducer *reducer, int param, size_t *offset_p);
+/* Memory of all gradients of a bucket (without the flag). */
+void *cd_reducer_bucket(const cd_reducer *reducer, int bucket, size_t *bytes_p);
+
+/* The following set-up calls hold from the next begin on; the thread that calls begin. */
+/* MEAN divides by this instead of the group's size; the same on all ranks. */
+void cd_reducer_set_divisor(cd_reducer *reducer, double divisor);
+/* Multiplies this rank's gradients before the sum (weights). CPU only. */
+void cd_reducer_set_scale(cd_reducer *reducer, double scale);
+/* How often ready() is called for each parameter in a step before it counts as ready; default and least 1. */
+void cd_reducer_set_uses(cd_reducer *reducer, const int *uses);
+/* GPU: the stream that computes the gradients. */
+void cd_reducer_set_stream(cd_reducer *reducer, void *stream);
+
+/* Begins a step: all parameters become unready. If an earlier step was left by an error, waits for its operations first, within
+ * patience. Errors: CD_WAIT_EXPIRED, CD_INTERRUPTED. */
+cd_status cd_reducer_begin(cd_reducer *reducer, cd_step step, const cd_patience *patience);
+/* Gradient `param` lies complete in its view. Thread-safe. Errors: CD_BAD_ARGUMENT when it was ready already in this step or
+ * is out of range (the caller names it); the group's. */
 cd_status cd_reducer_ready(cd_reducer *reducer, int param);
-/* Launches nothing by itself: the caller (a comm hook) reduces full buckets. Returns the index of the next bucket that is full
- * and not handed out, or −1. */
+/* Calls of ready() for this parameter since begin. */
+int cd_reducer_seen(const cd_reducer *reducer, int param);
+/* CD_STEP_HANDOUT: the next bucket in order if it is full, and not handed out yet; otherwise −1. Thread-safe. */
 int cd_reducer_next_full(cd_reducer *reducer);
-/* Waits until every bucket is reduced. If parameters are unready: CD_BAD_ARGUMENT and their flags in unready[count] (may be
- * NULL), unless allow_unready, which first marks them ready with zeros. */
-cd_status cd_reducer_finish(cd_reducer *reducer, bool allow_unready, uint8_t *unready, const cd_patience *patience);
-/* Order in which parameters became ready in the last synchronised step, for re-planning; count entries. */
-const int *cd_reducer_ready_order(const cd_reducer *reducer);
+/* Makes every unready parameter ready, with zeros (CPU). Unless `expected`, raises the flag of its bucket. Returns how many.
+ * Part of finish; called alone only with CD_STEP_HANDOUT. All calls of ready() have returned. */
+cd_status cd_reducer_fill(cd_reducer *reducer, bool expected, int *filled_p);
+/* Waits until every bucket is reduced (GPU: until the stream waits for them). With CD_STEP_LOCAL: nothing. Unready parameters are
+ * filled; where that was not expected the answer is CD_BAD_ARGUMENT on all ranks, the gradients are not to be used, and the group
+ * lives on. Errors: that; the group's; CD_INTERRUPTED (then it can be called again). */
+cd_status cd_reducer_finish(cd_reducer *reducer, bool unready_expected, const cd_patience *patience);
+/* Who missed what in this step: missing[rank × count + param] = 1. Collective; after a finish that failed with CD_BAD_ARGUMENT. */
+cd_status cd_reducer_gather_missing(cd_reducer *reducer, uint8_t *missing, cd_patience *patience);
+/* The parameters in the order in which they became ready in this step, for re-planning; *count_p entries. */
+const int *cd_reducer_ready_order(const cd_reducer *reducer, int *count_p);
+/* Bytes and number of buckets launched since create. */
+void cd_reducer_launched(const cd_reducer *reducer, uint64_t *buckets_p, uint64_t *bytes_p);
 
 #endif
