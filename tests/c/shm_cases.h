@@ -1,0 +1,428 @@
+/* One operation of any kind on one rank, checked bit for bit against plain loops: buffers in several layouts, values that are
+ * a function of (case, giver, taker, index), so that every rank knows what all others give. */
+#ifndef CD_TEST_SHM_CASES_H
+#define CD_TEST_SHM_CASES_H
+
+#include "shm_ranks.h"
+
+enum { PLAIN, GAPS, BACKWARD, FORTRAN, LAYOUTS };
+
+/* A buffer in some layout, filled with a pattern that must survive between the elements. */
+typedef struct {
+    unsigned char *memory;
+    size_t bytes, count, item;
+    cd_dims dims;
+    cd_span span;
+} buffer;
+
+#define CANARY 0xA5
+
+static inline buffer buffer_make(size_t count, size_t item, int layout)
+{
+    buffer b = {.count = count, .item = item, .bytes = (2 * count + 2) * item};
+    b.memory = malloc(b.bytes);
+    CHECK(b.memory);
+    memset(b.memory, CANARY, b.bytes);
+    b.span = shm_span(b.memory + item, count, item);
+    ptrdiff_t step = (ptrdiff_t)item;
+    if (layout == GAPS) {
+        b.dims = (cd_dims){.ndim = 1, .shape = {count}, .strides = {2 * step}};
+    } else if (layout == BACKWARD) {
+        b.dims = (cd_dims){.ndim = 1, .shape = {count}, .strides = {-step}};
+        b.span.data = b.memory + (count + 1) * item;
+    } else if (layout == FORTRAN) {
+        size_t rows = count % 3 == 0 ? 3 : count % 2 == 0 ? 2 : 1;
+        b.dims = (cd_dims){.ndim = 2, .shape = {rows, count / rows}, .strides = {step, (ptrdiff_t)rows * step}};
+    }
+    return b;
+}
+
+static inline unsigned char *buffer_at(const buffer *b, size_t i)
+{
+    if (!b->dims.ndim)
+        return (unsigned char *)b->span.data + i * b->item;
+    if (b->dims.ndim == 1)
+        return (unsigned char *)b->span.data + (ptrdiff_t)i * b->dims.strides[0];
+    size_t columns = b->dims.shape[1];
+    return (unsigned char *)b->span.data + (ptrdiff_t)(i / columns) * b->dims.strides[0] +
+           (ptrdiff_t)(i % columns) * b->dims.strides[1];
+}
+
+/* The span must point at the dims of the buffer where it now lies. */
+static inline cd_span *buffer_span(buffer *b)
+{
+    b->span.dims = b->dims.ndim && b->count ? &b->dims : NULL;
+    return &b->span;
+}
+
+static inline void buffer_check_gaps(const buffer *b)
+{
+    unsigned char *used = calloc(b->bytes + 1, 1);
+    for (size_t i = 0; i < b->count; i++)
+        memset(used + (buffer_at(b, i) - b->memory), 1, b->item);
+    for (size_t i = 0; i < b->bytes; i++)
+        CHECK(used[i] || b->memory[i] == CANARY);
+    free(used);
+}
+
+/* ---- values ---- */
+
+static inline uint64_t scramble(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return x ^ (x >> 31);
+}
+
+/* Element `i` of what `giver` gives to `taker` in case `salt`. Reduced types get numbers whose sums round. */
+static inline void value(cd_dtype dtype, size_t item, uint64_t salt, int giver, int taker, size_t i, void *out)
+{
+    uint64_t bits = scramble(salt * 1000003 + (uint64_t)giver * 7919 + (uint64_t)taker * 104729 + i * 31);
+    double number = (double)(bits % 2001) / 7.0 - 140.0;
+    float narrow = (float)number;
+    switch (dtype) {
+    case CD_FLOAT32: memcpy(out, &narrow, 4); break;
+    case CD_FLOAT64: memcpy(out, &number, 8); break;
+    case CD_BOOL: *(unsigned char *)out = bits & 1; break;
+    case CD_BFLOAT16: {
+        uint32_t word;
+        memcpy(&word, &narrow, 4);
+        uint16_t high = (uint16_t)(word >> 16);
+        memcpy(out, &high, 2);
+        break;
+    }
+    case CD_COMPLEX64: {
+        float pair[2] = {narrow, (float)(bits % 77) / 3.0f};
+        memcpy(out, pair, 8);
+        break;
+    }
+    default:
+        for (size_t at = 0; at < item; at += 8) {
+            memcpy((char *)out + at, &bits, item - at < 8 ? item - at : 8);
+            bits = scramble(bits + 1);
+        }
+    }
+}
+
+static inline void fill(buffer *b, cd_dtype dtype, uint64_t salt, int giver, int taker)
+{
+    for (size_t i = 0; i < b->count; i++)
+        value(dtype, b->item, salt, giver, taker, i, buffer_at(b, i));
+}
+
+/* The plain left-to-right loop, for the pairs that have one in C; otherwise the kernel over single elements. */
+static inline void reduced(cd_redop redop, cd_dtype dtype, size_t item, uint64_t salt, int world, int taker, size_t i,
+                    double factor, void *out)
+{
+    char parts[MOST_RANKS][32];
+    const void *inputs[MOST_RANKS];
+    for (int r = 0; r < world; r++) {
+        value(dtype, item, salt, r, taker, i, parts[r]);
+        inputs[r] = parts[r];
+    }
+    if (dtype == CD_FLOAT32 && (redop == CD_SUM || redop == CD_AVG || redop == CD_PREMUL_SUM)) {
+        float sum = 0;
+        for (int r = 0; r < world; r++) {
+            float x;
+            memcpy(&x, parts[r], 4);
+            if (redop == CD_PREMUL_SUM)
+                x *= (float)factor;
+            sum = r ? sum + x : x;
+        }
+        if (redop == CD_AVG)
+            sum /= (float)world;
+        memcpy(out, &sum, 4);
+    } else if (dtype == CD_INT32 && redop == CD_MAX) {
+        int32_t most = INT32_MIN;
+        for (int r = 0; r < world; r++) {
+            int32_t x;
+            memcpy(&x, parts[r], 4);
+            most = x > most ? x : most;
+        }
+        memcpy(out, &most, 4);
+    } else {
+        cd_reduce_find(redop, dtype)(out, inputs, world, 1, factor);
+    }
+}
+
+/* ---- one case on one rank ---- */
+
+typedef struct {
+    cd_kind kind;
+    cd_coll_func run; /* NULL: what the plan says */
+    cd_dtype dtype;
+    cd_redop redop;
+    size_t item, count; /* elements of a block (of the buffer for all_reduce, reduce, broadcast) */
+    int root, layout;
+    bool in_place, uneven, lists;
+    uint64_t salt;
+} test_case;
+
+static inline size_t block_count(const test_case *c, int giver, int taker)
+{
+    if (!c->uneven)
+        return c->count;
+    switch (c->kind) {
+    case CD_ALL_GATHER:
+    case CD_GATHER: return c->count * (size_t)((giver * 5 + (int)c->salt) % 4);
+    case CD_SCATTER:
+    case CD_REDUCE_SCATTER: return c->count * (size_t)((taker * 3 + (int)c->salt) % 4);
+    default: return c->count * (size_t)((giver * 3 + taker * 5 + (int)c->salt) % 5);
+    }
+}
+
+/* Blocks of all peers: one span with counts, or a list of spans. */
+typedef struct {
+    buffer whole, each[MOST_RANKS];
+    cd_span spans[MOST_RANKS];
+    size_t counts[MOST_RANKS], starts[MOST_RANKS];
+    cd_blocks blocks;
+    bool lists;
+} block_set;
+
+static inline void blocks_make(block_set *s, const test_case *c, int world, int rank, bool gives)
+{
+    size_t total = 0;
+    s->lists = c->lists && world > 1;
+    for (int j = 0; j < world; j++) {
+        s->counts[j] = gives ? block_count(c, rank, j) : block_count(c, j, rank);
+        s->starts[j] = total;
+        total += s->counts[j];
+    }
+    if (!s->lists) {
+        s->whole = buffer_make(total, c->item, c->layout);
+        s->spans[0] = *buffer_span(&s->whole);
+        s->blocks = (cd_blocks){.list = s->spans, .spans = 1, .counts = c->uneven ? s->counts : NULL};
+        return;
+    }
+    for (int j = 0; j < world; j++) {
+        s->each[j] = buffer_make(s->counts[j], c->item, (c->layout + j) % LAYOUTS);
+        s->spans[j] = *buffer_span(&s->each[j]);
+    }
+    s->blocks = (cd_blocks){.list = s->spans, .spans = world};
+}
+
+static inline unsigned char *blocks_at(const block_set *s, int peer, size_t i)
+{
+    return s->lists ? buffer_at(&s->each[peer], i) : buffer_at(&s->whole, s->starts[peer] + i);
+}
+
+static inline void blocks_fill(block_set *s, const test_case *c, int world, int rank)
+{
+    for (int j = 0; j < world; j++)
+        for (size_t i = 0; i < s->counts[j]; i++)
+            value(c->dtype, c->item, c->salt, rank, j, i, blocks_at(s, j, i));
+}
+
+static inline void blocks_free(block_set *s, int world)
+{
+    if (s->lists)
+        for (int j = 0; j < world; j++) {
+            buffer_check_gaps(&s->each[j]);
+            free(s->each[j].memory);
+        }
+    else {
+        buffer_check_gaps(&s->whole);
+        free(s->whole.memory);
+    }
+}
+
+static inline cd_op op_of(const test_case *c, uint64_t sequence)
+{
+    return (cd_op){.kind = c->kind, .dtype = c->dtype, .redop = c->redop, .root = c->root, .factor = 1.25,
+                   .count = c->count, .item_bytes = (uint32_t)c->item, .ndim = 1, .shape = {(int64_t)c->count},
+                   .flags = c->uneven ? CD_OP_UNEVEN : 0, .sequence = sequence};
+}
+
+static inline void run_op(shm_ranks *g, int rank, const test_case *c, const cd_op *op)
+{
+    cd_patience patience = shm_ranks_patience(g, 120 * CD_NS_PER_S);
+    cd_team *team = &g->teams[rank];
+    CHECK_OK((c->run ? c->run : cd_plan_find(team, op)->run)(team, op, &patience));
+}
+
+static inline void run_reduction(shm_ranks *g, int rank, const test_case *c, cd_op op)
+{
+    bool has_out = c->kind == CD_ALL_REDUCE || rank == c->root;
+    buffer in = buffer_make(c->count, c->item, c->layout);
+    buffer out = buffer_make(c->count, c->item, (c->layout + 1) % LAYOUTS);
+    fill(&in, c->dtype, c->salt, rank, 0);
+    op.in = shm_one(buffer_span(&in));
+    if (has_out)
+        op.out = shm_one(buffer_span(c->in_place ? &in : &out));
+    run_op(g, rank, c, &op);
+    const buffer *result = c->in_place ? &in : &out;
+    char expected[32];
+    for (size_t i = 0; i < c->count; i++) {
+        if (has_out) {
+            reduced(c->redop, c->dtype, c->item, c->salt, g->world, 0, i, op.factor, expected);
+            CHECK(memcmp(expected, buffer_at(result, i), c->item) == 0);
+        }
+        if (!has_out || !c->in_place) {
+            value(c->dtype, c->item, c->salt, rank, 0, i, expected);
+            CHECK(memcmp(expected, buffer_at(&in, i), c->item) == 0);
+        }
+    }
+    buffer_check_gaps(&in);
+    buffer_check_gaps(&out);
+    free(in.memory);
+    free(out.memory);
+}
+
+static inline void run_broadcast(shm_ranks *g, int rank, const test_case *c, cd_op op)
+{
+    buffer b = buffer_make(c->count, c->item, (c->layout + rank) % LAYOUTS);
+    if (rank == c->root) {
+        fill(&b, c->dtype, c->salt, c->root, 0);
+        op.in = shm_one(buffer_span(&b));
+    } else {
+        op.out = shm_one(buffer_span(&b));
+    }
+    run_op(g, rank, c, &op);
+    unsigned char *expected = malloc(c->item);
+    for (size_t i = 0; i < c->count; i++) {
+        value(c->dtype, c->item, c->salt, c->root, 0, i, expected);
+        CHECK(memcmp(expected, buffer_at(&b, i), c->item) == 0);
+    }
+    free(expected);
+    buffer_check_gaps(&b);
+    free(b.memory);
+}
+
+static inline void check_block(const test_case *c, int giver, int taker_salt, size_t count, const block_set *s, int slot)
+{
+    unsigned char *expected = malloc(c->item);
+    for (size_t i = 0; i < count; i++) {
+        value(c->dtype, c->item, c->salt, giver, taker_salt, i, expected);
+        CHECK(memcmp(expected, blocks_at(s, slot, i), c->item) == 0);
+    }
+    free(expected);
+}
+
+/* all_gather, gather: one span in, blocks out. */
+static inline void run_gathering(shm_ranks *g, int rank, const test_case *c, cd_op op)
+{
+    static _Thread_local block_set out;
+    bool has_out = c->kind == CD_ALL_GATHER || rank == c->root;
+    buffer in = buffer_make(block_count(c, rank, 0), c->item, c->layout);
+    fill(&in, c->dtype, c->salt, rank, 0);
+    op.in = shm_one(buffer_span(&in));
+    if (has_out) {
+        blocks_make(&out, c, g->world, rank, false);
+        op.out = out.blocks;
+    }
+    run_op(g, rank, c, &op);
+    if (has_out) {
+        for (int j = 0; j < g->world; j++)
+            check_block(c, j, 0, out.counts[j], &out, j);
+        blocks_free(&out, g->world);
+    }
+    buffer_check_gaps(&in);
+    free(in.memory);
+}
+
+/* scatter, reduce_scatter: blocks in, one span out. */
+static inline void run_scattering(shm_ranks *g, int rank, const test_case *c, cd_op op)
+{
+    static _Thread_local block_set in;
+    bool has_in = c->kind == CD_REDUCE_SCATTER || rank == c->root;
+    buffer out = buffer_make(block_count(c, c->root, rank), c->item, c->layout);
+    op.out = shm_one(buffer_span(&out));
+    if (has_in) {
+        blocks_make(&in, c, g->world, rank, true);
+        blocks_fill(&in, c, g->world, rank);
+        op.in = in.blocks;
+    }
+    run_op(g, rank, c, &op);
+    unsigned char *expected = malloc(c->item + 32);
+    for (size_t i = 0; i < out.count; i++) {
+        if (c->kind == CD_REDUCE_SCATTER)
+            reduced(c->redop, c->dtype, c->item, c->salt, g->world, rank, i, op.factor, expected);
+        else
+            value(c->dtype, c->item, c->salt, c->root, rank, i, expected);
+        CHECK(memcmp(expected, buffer_at(&out, i), c->item) == 0);
+    }
+    free(expected);
+    if (has_in) {
+        for (int j = 0; j < g->world; j++)
+            check_block(c, rank, j, in.counts[j], &in, j);
+        blocks_free(&in, g->world);
+    }
+    buffer_check_gaps(&out);
+    free(out.memory);
+}
+
+static inline void run_exchange(shm_ranks *g, int rank, const test_case *c, cd_op op)
+{
+    static _Thread_local block_set in, out;
+    blocks_make(&in, c, g->world, rank, true);
+    blocks_fill(&in, c, g->world, rank);
+    blocks_make(&out, c, g->world, rank, false);
+    op.in = in.blocks;
+    op.out = out.blocks;
+    run_op(g, rank, c, &op);
+    for (int j = 0; j < g->world; j++)
+        check_block(c, j, rank, out.counts[j], &out, j);
+    blocks_free(&in, g->world);
+    blocks_free(&out, g->world);
+}
+
+static inline void run_case(shm_ranks *g, int rank, const test_case *c, uint64_t sequence)
+{
+    cd_op op = op_of(c, sequence);
+    switch (c->kind) {
+    case CD_BARRIER: run_op(g, rank, c, &op); break;
+    case CD_ALL_REDUCE:
+    case CD_REDUCE: run_reduction(g, rank, c, op); break;
+    case CD_BROADCAST: run_broadcast(g, rank, c, op); break;
+    case CD_ALL_GATHER:
+    case CD_GATHER: run_gathering(g, rank, c, op); break;
+    case CD_SCATTER:
+    case CD_REDUCE_SCATTER: run_scattering(g, rank, c, op); break;
+    default: run_exchange(g, rank, c, op);
+    }
+}
+
+/* ---- lists of cases ---- */
+
+typedef struct {
+    shm_ranks *g;
+    test_case *list;
+    size_t count;
+} case_list;
+
+static inline void add(case_list *l, test_case c)
+{
+    l->list = realloc(l->list, (l->count + 1) * sizeof c);
+    c.salt = l->count + 1;
+    c.root = c.kind == CD_REDUCE || c.kind == CD_BROADCAST || c.kind == CD_GATHER || c.kind == CD_SCATTER
+                 ? (int)(l->count % (size_t)l->g->world)
+                 : -1;
+    l->list[l->count++] = c;
+}
+
+static inline bool is_reduction(cd_kind kind)
+{
+    return kind == CD_ALL_REDUCE || kind == CD_REDUCE || kind == CD_REDUCE_SCATTER;
+}
+
+static const struct {
+    cd_dtype dtype;
+    cd_redop redop;
+    size_t item;
+} reductions[] = {{CD_FLOAT32, CD_SUM, 4},     {CD_FLOAT32, CD_AVG, 4},    {CD_FLOAT32, CD_PREMUL_SUM, 4},
+                  {CD_INT32, CD_MAX, 4},       {CD_FLOAT64, CD_SUM, 8},    {CD_BOOL, CD_SUM, 1},
+                  {CD_BFLOAT16, CD_SUM, 2},    {CD_COMPLEX64, CD_PRODUCT, 8}};
+static const struct {
+    cd_dtype dtype;
+    size_t item;
+} moved[] = {{CD_FLOAT32, 4}, {CD_UINT8, 1}, {CD_BYTES, 12}, {CD_COMPLEX128, 16}, {CD_BYTES, 200}, {CD_INT64, 8}};
+
+static inline void run_list_on_rank(int rank, void *ctx)
+{
+    const case_list *l = ctx;
+    for (size_t i = 0; i < l->count; i++)
+        run_case(l->g, rank, &l->list[i], i);
+}
+
+#endif
