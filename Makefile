@@ -1,10 +1,66 @@
-# Developer commands; PY chooses the interpreter of `dev` and `check`.
-PY ?= python3
+# What a user types: train, test.   What a developer types: dev, test-quick, test-c, sanitize, lint, bench, fuzz, test-gpu.
+PYTHON ?= python3
+VENV ?= .venv
+PY ?= $(VENV)/bin/python
+RANKS ?= 2
+# More packages for the tests; .ci/run adds torch, against which everything that torch has is compared.
+EXTRAS ?=
+PYTEST ?= $(PY) -m pytest -q
 
-dev:            ## build the extension in place (python/cdist/_core…so)
+help:           ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+train: $(VENV)/.installed-examples   ## everything, from nothing to a trained model on two processes
+	$(VENV)/bin/cdistrun --nproc-per-node $(RANKS) examples/digits.py
+
+test: $(VENV)/.installed-test test-c   ## everything, from nothing to the whole test suite
+	$(PYTEST) tests
+
+test-quick: $(VENV)/.installed-test    ## the tests that take under three minutes together
+	$(PYTEST) -m "not slow" tests
+
+# ---- set-up ----
+
+tools:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	    { echo "cdist needs Python 3.11 or newer: sudo apt-get install python3 python3-venv python3-dev"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sysconfig, os, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	    { echo "Python's headers are missing: sudo apt-get install python3-dev"; exit 1; }
+	@command -v $${CC:-cc} >/dev/null || { echo "a C compiler is missing: sudo apt-get install build-essential"; exit 1; }
+
+SOURCES := $(shell find csrc python -name '*.[ch]' -o -name '*.cu' -o -name '*.py' 2>/dev/null)
+
+$(VENV)/bin/python: | tools
+	@$(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -q --upgrade pip
+
+$(VENV)/.installed-%: $(SOURCES) setup.py pyproject.toml | $(VENV)/bin/python
+	@echo "installing cdist and its $* requirements into $(VENV)"
+	@$(PY) -m pip install -q $(EXTRAS) ".[$*]"
+	@touch $@
+
+# ---- development ----
+
+dev:            ## build the extension in place; PY=… chooses the interpreter
 	@CDIST_WERROR=1 $(PY) setup.py -q build_ext --inplace -j2
 
-test-c:         ## C tests, plain
-	$(MAKE) -s -C tests/c
+test-c:         ## the C tests, plain
+	@$(MAKE) -s -C tests/c
 
-.PHONY: dev test-c
+sanitize:       ## the C tests under ASan+UBSan and under TSan
+	@$(MAKE) -s -C tests/c SAN=address,undefined
+	@$(MAKE) -s -C tests/c SAN=thread
+
+lint:           ## ruff and the layering and style tests
+	$(PY) -m ruff check python tests benchmarks examples setup.py
+	$(PYTEST) tests/test_layering.py tests/test_style.py
+
+bench: $(VENV)/.installed-bench        ## the benchmarks, competitors in the same run (torch must be in EXTRAS)
+	for b in store sampler collectives ddp; do $(PY) benchmarks/$$b.py || exit 1; done
+
+clean:
+	rm -rf build dist $(VENV) python/cdist/*.so python/*.egg-info
+
+.PHONY: help train test test-quick tools dev test-c sanitize lint bench clean

@@ -24,6 +24,7 @@ typedef struct {
     const int *parent_ranks; /* ranks of the members in the parent, when parent is given */
     int device_index;        /* GPU bound to this rank, −1 if none was named */
     bool eager;              /* connect at open (init_process_group(device_id=…)) */
+    const cd_patience *patience; /* during open alone */
 } cd_backend_env;
 
 typedef struct {

@@ -19,7 +19,8 @@ typedef struct {
     const char *prefix;       /* of this world's keys in the store ("default_pg/0") */
     uint64_t timeout_ns;      /* default deadline of operations */
     const uint8_t *secret;    /* job secret of 32 bytes, or NULL: none */
-    const char *bind_address; /* address for data connections; NULL: the local address of the route to the store's host */
+    const char *master_host;  /* host of the store: the route to it tells rank 0 its own address; NULL: loopback */
+    const char *bind_address; /* address for data connections instead, or NULL */
     bool force_tcp;           /* tests: no shared memory even on one host */
 } cd_world_config;
 
@@ -31,7 +32,8 @@ cd_status cd_world_open(const cd_world_config *config, cd_store *store, const cd
 /* Says goodbye to the peers, closes every group (running operations end with CD_ABORTED), joins threads. Local and bounded
  * (< 1 s), any thread, also after errors and after fork (then it only frees). */
 void cd_world_close(cd_world *world);
-/* Frees when the last group handle is gone too. */
+/* Frees when the last reference (groups, arrays in the arena) is gone too. */
+cd_world *cd_world_retain(cd_world *world);
 void cd_world_release(cd_world *world);
 cd_group *cd_world_group(cd_world *world);
 /* Tells all peers at once why this rank goes (uncaught exception): their calls fail with CD_PEER_LOST and this text. */

@@ -23,8 +23,8 @@ void cd_buffer_free(cd_buffer *buffer);
 
 typedef struct cd_store cd_store;
 
-/* How a call waits: deadline, Ctrl-C (idle) and an optional cause. spin fields are not used. */
-typedef cd_patience cd_store_patience;
+/* A call waits as its cd_patience says: deadline (0 = look once), Ctrl-C (idle), an optional cause. Spin fields are not used.
+ * idle may take the GIL, so no lock that a thread with the GIL may want is held while it is called. */
 
 /* Every function: any thread; may block until patience ends; safe beside a blocked call of another thread on the same object
  * (a blocked wait never holds up another call). Outputs are written on success only.
@@ -44,7 +44,7 @@ typedef struct {
     /* Waits for all keys; out[count]. On failure nothing is left allocated. */
     cd_status (*multi_get)(cd_store *, const cd_bytes *keys, size_t count, cd_buffer *out, const cd_patience *);
     cd_status (*multi_set)(cd_store *, const cd_bytes *keys, const cd_bytes *values, size_t count, const cd_patience *);
-    /* NULL where the kind has no queues. pop: block == false and empty → CD_NOT_FOUND. */
+    /* These three are NULL where the kind has no queues. pop: block == false and empty → CD_NOT_FOUND. */
     cd_status (*queue_push)(cd_store *, cd_bytes key, cd_bytes value, const cd_patience *);
     cd_status (*queue_pop)(cd_store *, cd_bytes key, bool block, cd_buffer *out, const cd_patience *);
     cd_status (*queue_len)(cd_store *, cd_bytes key, int64_t *count_p, const cd_patience *);
@@ -65,6 +65,19 @@ struct cd_store {
 void cd_store_init(cd_store *store, const cd_store_ops *ops); /* refs = 1, default timeout */
 cd_store *cd_store_retain(cd_store *store);
 void cd_store_release(cd_store *store);
+/* CD_STORE_TIMEOUT "wait timeout after 300ms, keys: /a, /b"; `lead` goes before each key. */
+cd_status cd_store_expired(uint64_t waited_ns, const char *lead, const cd_bytes *keys, size_t count) CD_COLD;
+/* A copy with malloc. CD_NO_MEMORY. */
+cd_status cd_buffer_copy(const void *data, size_t bytes, cd_buffer *out);
+/* The arrays of list_keys and multi_get. Take NULL. */
+void cd_buffers_free(cd_buffer *buffers, size_t count);
+/* In terms of the other functions, for kinds (file, python) that have no such request of their own. */
+cd_status cd_store_append_by_swap(cd_store *store, cd_bytes key, cd_bytes value, const cd_patience *patience);
+cd_status cd_store_multi_get_each(cd_store *store, const cd_bytes *keys, size_t count, cd_buffer *out, const cd_patience *patience);
+cd_status cd_store_multi_set_each(cd_store *store, const cd_bytes *keys, const cd_bytes *values, size_t count,
+                                  const cd_patience *patience);
+/* Arrives and waits until `world` callers have: works on any kind, and again with the same key once all have come. */
+cd_status cd_store_barrier(cd_store *store, cd_bytes key, int64_t world, const cd_patience *patience);
 /* Patience for a call of this store: its own timeout from now, and the idle callback given. */
 cd_patience cd_store_patience_of(const cd_store *store, cd_idle_func idle, void *idle_ctx);
 

@@ -1,0 +1,124 @@
+#include "group/greeter.h"
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "net/sock.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define SILENCE_NS (10 * CD_NS_PER_S)
+/* More than ranks dial at once; beyond it, the kernel's backlog queues. */
+#define GUESTS_MAX 1024
+
+typedef struct {
+    int socket;
+    size_t got;
+    uint64_t since_ns;
+    struct {
+        cd_control_head head;
+        cd_hello hello;
+    } frame;
+} guest;
+
+struct cd_greeter {
+    int listener;
+    bool has_secret;
+    uint8_t secret[32];
+    int count;
+    guest guests[GUESTS_MAX];
+};
+
+cd_status cd_greeter_open(int listener, const uint8_t *secret, cd_greeter **out)
+{
+    cd_greeter *greeter = calloc(1, sizeof *greeter);
+    if (!greeter)
+        return cd_fail(CD_NO_MEMORY, "no memory to accept connections");
+    greeter->listener = listener;
+    greeter->has_secret = secret != 0;
+    if (secret)
+        memcpy(greeter->secret, secret, sizeof greeter->secret);
+    *out = greeter;
+    return CD_OK;
+}
+
+void cd_greeter_free(cd_greeter *greeter)
+{
+    if (!greeter)
+        return;
+    for (int i = 0; i < greeter->count; i++)
+        close(greeter->guests[i].socket);
+    free(greeter);
+}
+
+int cd_greeter_poll_set(cd_greeter *greeter, struct pollfd *entries, int room)
+{
+    int count = 0;
+    if (count < room && greeter->count < GUESTS_MAX)
+        entries[count++] = (struct pollfd){.fd = greeter->listener, .events = POLLIN};
+    for (int i = 0; i < greeter->count && count < room; i++)
+        entries[count++] = (struct pollfd){.fd = greeter->guests[i].socket, .events = POLLIN};
+    return count;
+}
+
+static void accept_guests(cd_greeter *greeter)
+{
+    while (greeter->count < GUESTS_MAX) {
+        int socket;
+        if (cd_sock_accept(greeter->listener, &socket) != CD_OK || socket < 0)
+            return;
+        greeter->guests[greeter->count++] = (guest){.socket = socket, .since_ns = cd_now_ns()};
+    }
+}
+
+enum verdict { WAITING, COMPLETE, DROP };
+
+static enum verdict read_guest(const cd_greeter *greeter, guest *g)
+{
+    while (g->got < sizeof g->frame) {
+        ssize_t got = recv(g->socket, (char *)&g->frame + g->got, sizeof g->frame - g->got, 0);
+        if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR))
+            return DROP;
+        if (got < 0)
+            return cd_now_ns() - g->since_ns > SILENCE_NS ? DROP : WAITING;
+        g->got += (size_t)got;
+        if (g->got >= sizeof g->frame.head && (g->frame.head.magic != CD_CONTROL_MAGIC ||
+                                               g->frame.head.bytes != sizeof g->frame.hello))
+            return DROP;
+    }
+    if (!cd_hello_is_genuine(&g->frame.hello, greeter->has_secret ? greeter->secret : 0)) {
+        cd_log(CD_LOG_WARN, "refused a connection that does not know the job secret (claims to be rank %d)",
+               g->frame.hello.me.rank);
+        return DROP;
+    }
+    return COMPLETE;
+}
+
+void cd_greeter_serve(cd_greeter *greeter, cd_greeted_func greeted, void *ctx)
+{
+    accept_guests(greeter);
+    for (int i = 0; i < greeter->count;) {
+        guest *g = &greeter->guests[i];
+        enum verdict verdict = read_guest(greeter, g);
+        if (verdict == WAITING) {
+            i++;
+            continue;
+        }
+        guest done = *g;
+        *g = greeter->guests[--greeter->count];
+        if (verdict == DROP) {
+            close(done.socket);
+            continue;
+        }
+        /* Texts from the network end where we say. */
+        cd_member *member = &done.frame.hello.me;
+        member->boot_id[sizeof member->boot_id - 1] = 0;
+        member->address[sizeof member->address - 1] = 0;
+        member->host_name[sizeof member->host_name - 1] = 0;
+        greeted(ctx, done.socket, (cd_control_kind)done.frame.head.kind, &done.frame.hello);
+    }
+}

@@ -1,0 +1,69 @@
+/* The insides of a group, shared by the files of group/ alone. */
+#ifndef CD_GROUP_GROUP_IMPL_H
+#define CD_GROUP_GROUP_IMPL_H
+
+#include "group/world_impl.h"
+
+#include <pthread.h>
+
+struct cd_group {
+    /* Hot: read or written by every operation. */
+    _Atomic uint32_t busy;    /* 1 while somebody runs an operation: the right to use `cpu` and `sequence` */
+    _Atomic uint32_t pending; /* queued, not yet completed: an operation may run in its caller's thread only at 0 */
+    uint64_t sequence;
+    cd_backend *cpu, *gpu;
+    cd_cause *cause; /* in shared memory when all ranks share a host, else own_cause */
+    const _Atomic uint32_t *alive;
+    _Atomic bool closed;
+    _Atomic uint32_t *gone; /* by group rank; in shared memory or own */
+    int32_t *world_ranks;
+    cd_patience template; /* spin budget, cause, gone, names */
+
+    _Atomic int refs;
+    cd_world *world;
+    cd_group *next; /* in the world's list */
+    int rank, size;
+    int32_t *index_of; /* group rank of each world rank, −1 */
+    _Atomic uint64_t timeout_ns;
+    uint64_t key[2], context;
+    _Atomic uint64_t roll_calls; /* monitored barriers so far */
+    bool spans_hosts;
+    cd_cause own_cause;
+    cd_segment segment;
+    cd_shm_team *shm;
+    cd_team team;
+    pthread_mutex_t device_lock; /* opening of gpu */
+
+    pthread_mutex_t queue_lock;
+    pthread_cond_t queue_filled;
+    cd_work *queue_head, *queue_tail;
+    pthread_t worker;
+    bool worker_runs, worker_stop;
+
+    pthread_mutex_t orphans_lock; /* p2p works that nobody holds any more but that still move */
+    cd_work *orphans;
+};
+
+/* group.c */
+size_t cd_group_memory_bytes(int ranks);
+cd_status cd_group_open_default(cd_world *world, cd_group **out);
+/* For every group of the world that contains `rank`: it left, or it is lost (the cause of all). */
+void cd_groups_peer_gone(cd_world *world, int rank, const cd_error *lost_or_null);
+void cd_groups_abort_context(cd_world *world, uint64_t context, const cd_error *error);
+void cd_groups_close_all(cd_world *world);
+void cd_sets_free(cd_world *world);
+
+/* issue.c: running and queueing */
+cd_status cd_group_refuse(cd_group *group);
+cd_status cd_group_execute(cd_group *group, cd_op *op, cd_patience *patience);
+/* Turns a failure into what the caller sees and, where the group is lost, into the cause of all ranks. */
+cd_status cd_group_settle(cd_group *group, const cd_op *op, cd_status status);
+void cd_queue_push(cd_group *group, cd_work *work);
+void cd_queue_stop(cd_group *group);
+
+/* p2p.c */
+cd_status cd_p2p_run(cd_group *group, cd_op *op, cd_patience *patience);
+cd_status cd_p2p_start(cd_group *group, cd_work *work);
+void cd_p2p_close(cd_group *group);
+
+#endif

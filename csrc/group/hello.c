@@ -1,0 +1,45 @@
+/* Proofs of the job secret in hellos. */
+#include "base/hmac.h"
+#include "group/control.h"
+
+#include <stddef.h>
+#include <string.h>
+
+void cd_hello_sign(cd_hello *hello, const uint8_t *secret)
+{
+    memset(hello->proof, 0, sizeof hello->proof);
+    if (secret)
+        cd_hmac_sha256(secret, 32, hello, offsetof(cd_hello, proof), hello->proof);
+}
+
+bool cd_proof_equal(const uint8_t a[CD_MEMBER_PROOF_BYTES], const uint8_t b[CD_MEMBER_PROOF_BYTES])
+{
+    uint8_t difference = 0;
+    for (int i = 0; i < CD_MEMBER_PROOF_BYTES; i++)
+        difference = (uint8_t)(difference | (a[i] ^ b[i]));
+    return difference == 0;
+}
+
+bool cd_hello_is_genuine(const cd_hello *hello, const uint8_t *secret)
+{
+    if (!secret)
+        return true;
+    cd_hello expected = *hello;
+    cd_hello_sign(&expected, secret);
+    return cd_proof_equal(expected.proof, hello->proof);
+}
+
+void cd_answer_proof(const cd_hello *hello, const uint8_t *secret, uint8_t out[CD_MEMBER_PROOF_BYTES])
+{
+    memset(out, 0, CD_MEMBER_PROOF_BYTES);
+    if (!secret)
+        return;
+    /* Another label than a hello's first bytes (a rank is never negative), so that no hello is a valid answer. */
+    struct {
+        int32_t label[2];
+        uint8_t nonces[2][CD_MEMBER_NONCE_BYTES];
+    } text = {.label = {-1, -1}};
+    memcpy(text.nonces[0], hello->me.nonce, CD_MEMBER_NONCE_BYTES);
+    memcpy(text.nonces[1], hello->target, CD_MEMBER_NONCE_BYTES);
+    cd_hmac_sha256(secret, 32, &text, sizeof text, out);
+}

@@ -1,0 +1,277 @@
+/* Running and queueing of operations: in the caller's thread when nothing is before them, else by the group's worker. */
+#include "group/work_impl.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+cd_status cd_group_refuse(cd_group *g)
+{
+    if (cd_world_forked(g->world))
+        return cd_world_refuse_fork(g->world);
+    if (atomic_load_explicit(&g->closed, memory_order_acquire))
+        return cd_fail_rank(CD_ABORTED, g->world->rank, "the process group was destroyed");
+    return cd_cause_check(g->cause);
+}
+
+cd_status cd_group_status(cd_group *g)
+{
+    return cd_group_refuse(g);
+}
+
+/* One look at all reasons not to start. The second half of a cache line of flags that hardly ever change. */
+static inline bool is_usable(const cd_group *g)
+{
+    return cd_likely(atomic_load_explicit(g->alive, memory_order_relaxed) &&
+                     !atomic_load_explicit(&g->closed, memory_order_relaxed) &&
+                     atomic_load_explicit(&g->cause->state, memory_order_relaxed) == CD_CAUSE_NONE);
+}
+
+/* The caller's idle callback, and a look at whether this rank itself gave the group up meanwhile. */
+typedef struct {
+    cd_group *group;
+    cd_idle_func idle;
+    void *ctx;
+} idle_both;
+
+static cd_status idle_and_look(void *ctx)
+{
+    idle_both *both = ctx;
+    if (atomic_load_explicit(&both->group->closed, memory_order_acquire))
+        return cd_fail_rank(CD_ABORTED, both->group->world->rank, "the process group was destroyed during the operation");
+    return both->idle ? both->idle(both->ctx) : CD_OK;
+}
+
+cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
+{
+    if (status == CD_OK)
+        return CD_OK;
+    cd_error error = *cd_last_error();
+    if (status == CD_INTERRUPTED) {
+        cd_error why = {.code = CD_ABORTED, .rank = g->world->rank};
+        snprintf(why.text, sizeof why.text, "rank %d was interrupted in %s (sequence %llu)", g->world->rank,
+                 cd_kind_name(op->kind), (unsigned long long)op->sequence);
+        cd_group_abort(g, &why);
+        return cd_fail_with(&error);
+    }
+    if (!cd_status_is_sticky(status))
+        return status;
+    if (atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE &&
+        !atomic_load_explicit(&g->closed, memory_order_acquire)) {
+        cd_fail_prefix("rank %d in %s (sequence %llu): ", g->world->rank, cd_kind_name(op->kind),
+                       (unsigned long long)op->sequence);
+        error = *cd_last_error();
+        error.code = status;
+        cd_group_abort(g, &error);
+    }
+    /* The first cause speaks on all ranks alike. */
+    if (!atomic_load_explicit(&g->closed, memory_order_acquire)) {
+        cd_status cause = cd_cause_check(g->cause);
+        if (cause != CD_OK)
+            return cause;
+    }
+    return cd_fail_with(&error);
+}
+
+static cd_status run_on_backend(cd_group *g, const cd_op *op, const cd_patience *patience)
+{
+    if (cd_unlikely(op->device == CD_CUDA)) {
+        if (!g->gpu)
+            return cd_fail(CD_UNSUPPORTED, "%s: this group has no GPU backend", cd_kind_name(op->kind));
+        return g->gpu->ops->run(g->gpu, op, patience);
+    }
+    return g->cpu->ops->run(g->cpu, op, patience);
+}
+
+cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience)
+{
+    op->sequence = ++g->sequence;
+    idle_both both = {g, patience->idle, patience->idle_ctx};
+    patience->idle = idle_and_look;
+    patience->idle_ctx = &both;
+    patience->cause = g->template.cause;
+    patience->gone = g->template.gone;
+    patience->world_ranks = g->template.world_ranks;
+    patience->spin = g->template.spin;
+    patience->yields = g->template.yields;
+    cd_status status = run_on_backend(g, op, patience);
+    if (cd_unlikely(status != CD_OK))
+        status = cd_group_settle(g, op, status);
+    patience->idle = both.idle;
+    patience->idle_ctx = both.ctx;
+    return status;
+}
+
+/* An uncontended exchange: the one atomic read-modify-write on the way of an operation; it lets several threads use a group. */
+static inline bool try_claim(cd_group *g)
+{
+    return atomic_load_explicit(&g->pending, memory_order_acquire) == 0 &&
+           atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) == 0;
+}
+
+cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
+{
+    if (!is_usable(g))
+        CD_TRY(cd_group_refuse(g));
+    if (op->kind == CD_SEND || op->kind == CD_RECV)
+        return cd_p2p_run(g, op, patience);
+    if (cd_likely(try_claim(g))) {
+        cd_status status = cd_group_execute(g, op, patience);
+        /* Release: the next owner sees `sequence` and the backend's state. */
+        atomic_store_explicit(&g->busy, 0, memory_order_release);
+        return status;
+    }
+    cd_work *work;
+    uint64_t left = cd_deadline_left_ns(patience->deadline);
+    CD_TRY(cd_group_issue(g, op, left, &work));
+    /* The operation's own deadline ends it; the wait for it goes on a little longer, so that its error is what is raised. */
+    cd_patience longer = *patience;
+    if (left != UINT64_MAX)
+        longer.deadline = cd_deadline_after_ns(left + CD_NS_PER_S);
+    cd_status status = cd_work_wait(work, &longer);
+    if (!cd_work_is_done(work))
+        cd_group_settle(g, op, status == CD_INTERRUPTED ? status : CD_TIMED_OUT);
+    cd_work_release(work);
+    return status;
+}
+
+bool cd_group_is_quick(cd_group *g, const cd_op *op)
+{
+    if (op->device != CD_CPU || op->kind >= CD_SEND)
+        return op->device == CD_CUDA;
+    return g->cpu->ops->is_quick(g->cpu, op);
+}
+
+/* ---- the worker ---- */
+
+static void run_queued(cd_group *g, cd_work *work)
+{
+    work->started_ns = cd_now_ns();
+    cd_patience patience = cd_patience_until(cd_deadline_after_ns(work->timeout_ns), g->size);
+    cd_status status = cd_group_refuse(g);
+    if (status == CD_OK) {
+        /* A caller that runs an operation of its own in another thread has it for at most that operation. */
+        cd_waiter waiter = cd_waiter_start(&patience);
+        while (status == CD_OK && atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) != 0)
+            status = cd_waiter_turn(&waiter);
+        if (status == CD_OK) {
+            status = cd_group_execute(g, &work->op, &patience);
+            atomic_store_explicit(&g->busy, 0, memory_order_release);
+        }
+    }
+    cd_work_complete(work, status);
+    /* Release after done: who sees 0 pending sees the work complete. */
+    atomic_fetch_sub_explicit(&g->pending, 1, memory_order_release);
+    cd_work_release(work);
+}
+
+static void *worker_main(void *arg)
+{
+    cd_group *g = arg;
+    for (;;) {
+        pthread_mutex_lock(&g->queue_lock);
+        while (!g->queue_head && !g->worker_stop)
+            pthread_cond_wait(&g->queue_filled, &g->queue_lock);
+        cd_work *work = g->queue_head;
+        if (work) {
+            g->queue_head = work->next;
+            if (!g->queue_head)
+                g->queue_tail = 0;
+        }
+        pthread_mutex_unlock(&g->queue_lock);
+        if (!work)
+            return 0;
+        run_queued(g, work);
+    }
+}
+
+static cd_status start_worker(cd_group *g)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&g->worker, 0, worker_main, g);
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    if (error)
+        return cd_fail_errno(CD_NO_MEMORY, error, "cannot start the group's worker thread");
+    g->worker_runs = true;
+    return CD_OK;
+}
+
+static cd_status push(cd_group *g, cd_work *work)
+{
+    pthread_mutex_lock(&g->queue_lock);
+    cd_status status = g->worker_stop ? cd_fail(CD_ABORTED, "the process group was destroyed") : CD_OK;
+    if (status == CD_OK && !g->worker_runs)
+        status = start_worker(g);
+    if (status == CD_OK) {
+        work->next = 0;
+        if (g->queue_tail)
+            g->queue_tail->next = work;
+        else
+            g->queue_head = work;
+        g->queue_tail = work;
+        atomic_fetch_add_explicit(&g->pending, 1, memory_order_relaxed);
+        pthread_cond_signal(&g->queue_filled);
+    }
+    pthread_mutex_unlock(&g->queue_lock);
+    return status;
+}
+
+void cd_queue_stop(cd_group *g)
+{
+    pthread_mutex_lock(&g->queue_lock);
+    bool runs = g->worker_runs;
+    g->worker_stop = true;
+    g->worker_runs = false;
+    pthread_cond_broadcast(&g->queue_filled);
+    pthread_mutex_unlock(&g->queue_lock);
+    /* Queued works are refused one by one (the group is closed), the running one ends at its next look. */
+    if (runs && !cd_world_forked(g->world))
+        pthread_join(g->worker, 0);
+}
+
+static cd_status start_on_gpu(cd_group *g, cd_work *work)
+{
+    cd_backend *gpu = g->gpu;
+    if (!gpu)
+        return cd_fail(CD_UNSUPPORTED, "%s: this group has no GPU backend", cd_kind_name(work->op.kind));
+    cd_patience patience = cd_patience_until(cd_deadline_after_ns(work->timeout_ns), g->size);
+    patience.cause = g->cause;
+    cd_waiter waiter = cd_waiter_start(&patience);
+    while (atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) != 0)
+        CD_TRY(cd_waiter_turn(&waiter));
+    work->op.sequence = ++g->sequence;
+    work->started_ns = cd_now_ns();
+    work->event_ops = gpu->ops;
+    cd_status status = gpu->ops->start(gpu, &work->op, &patience, &work->event);
+    if (status != CD_OK)
+        status = cd_group_settle(g, &work->op, status);
+    atomic_store_explicit(&g->busy, 0, memory_order_release);
+    return status;
+}
+
+cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_work **out)
+{
+    CD_TRY(cd_group_refuse(g));
+    cd_work *work;
+    CD_TRY(cd_work_create(g, op, timeout_ns, &work));
+    cd_status status;
+    if (op->device == CD_CUDA) {
+        status = start_on_gpu(g, work);
+    } else if (op->kind == CD_SEND || op->kind == CD_RECV) {
+        status = cd_p2p_start(g, work);
+    } else {
+        cd_work_retain(work); /* the queue's */
+        status = push(g, work);
+        if (status != CD_OK)
+            cd_work_release(work);
+    }
+    if (status != CD_OK) {
+        cd_work_release(work);
+        return status;
+    }
+    *out = work;
+    return CD_OK;
+}

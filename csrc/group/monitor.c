@@ -1,0 +1,312 @@
+/* The monitor: one thread of a world that sleeps in poll(2) and
+ *   - hands out shared memory and accepts data connections,
+ *   - hears on the control connections and on process descriptors who left or died, and tells all groups,
+ *   - on rank 0 passes notices on to the others.
+ * It never waits for a peer and holds no Python state. */
+#include "base/log.h"
+#include "group/group_impl.h"
+#include "net/link.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* A frame that is coming in on one control connection. After bootstrap every body is a notice. */
+typedef struct {
+    size_t got;
+    cd_control_head head;
+    cd_notice notice;
+} reader;
+
+struct cd_monitor {
+    cd_world *world;
+    pthread_t thread;
+    int wake;
+    _Atomic bool stop;
+    reader *readers;   /* [world] */
+    int *process_fds;  /* [world]: of the ranks of this host, −1 elsewhere */
+    bool *expected;    /* [world]: its goodbye was heard, the end of its connection is no news */
+    struct pollfd *entries;
+    int room;
+};
+
+static bool left_by_word(const cd_world *w, int rank)
+{
+    return w->host.rows && w->host_of[rank] == w->host_of[w->rank] &&
+           atomic_load_explicit(&w->host.rows[w->local_of[rank]].left, memory_order_acquire);
+}
+
+static void departed(struct cd_monitor *m, int rank)
+{
+    cd_world *w = m->world;
+    if (m->expected[rank])
+        return;
+    m->expected[rank] = true;
+    cd_notice notice = {.rank = rank};
+    if (left_by_word(w, rank)) {
+        cd_world_peer_left(w, rank);
+        cd_world_tell(w, CD_CONTROL_BYE, &notice, rank);
+        return;
+    }
+    const cd_member *member = &w->members[rank];
+    cd_error why = {.code = CD_PEER_LOST, .rank = rank};
+    snprintf(why.text, sizeof why.text, "rank %d was lost: its process (pid %u on %s) ended without leaving the group", rank,
+             member->process, member->host_name);
+    notice.code = (int32_t)why.code;
+    memcpy(notice.text, why.text, sizeof notice.text);
+    cd_world_peer_lost(w, rank, &why);
+    cd_world_tell(w, CD_CONTROL_LOST, &notice, rank);
+}
+
+static void hear_notice(struct cd_monitor *m, int from, cd_control_kind kind, cd_notice *notice)
+{
+    cd_world *w = m->world;
+    notice->text[sizeof notice->text - 1] = 0;
+    if (notice->rank < 0 || notice->rank >= w->world)
+        return;
+    cd_error why = {.code = (cd_status)notice->code, .rank = notice->rank};
+    memcpy(why.text, notice->text, sizeof why.text);
+    switch (kind) {
+    case CD_CONTROL_BYE:
+        m->expected[notice->rank] = true;
+        cd_world_peer_left(w, notice->rank);
+        break;
+    case CD_CONTROL_LOST:
+        m->expected[notice->rank] = true;
+        cd_world_peer_lost(w, notice->rank, &why);
+        break;
+    case CD_CONTROL_ABORT: cd_groups_abort_context(w, notice->context, &why); break;
+    default: cd_log(CD_LOG_WARN, "rank %d: control frame %d from rank %d is not known", w->rank, (int)kind, from); return;
+    }
+    if (w->rank == 0)
+        cd_world_tell(w, kind, notice, from);
+}
+
+/* Reads what is there. True when the connection ended. */
+static bool read_control(struct cd_monitor *m, int from)
+{
+    reader *r = &m->readers[from];
+    for (;;) {
+        bool in_head = r->got < sizeof r->head;
+        char *to = in_head ? (char *)&r->head + r->got : (char *)&r->notice + (r->got - sizeof r->head);
+        size_t room = in_head ? sizeof r->head - r->got : sizeof r->head + sizeof r->notice - r->got;
+        ssize_t got = recv(m->world->controls[from], to, room, MSG_DONTWAIT);
+        if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR))
+            return true;
+        if (got < 0)
+            return false;
+        r->got += (size_t)got;
+        if (r->got >= sizeof r->head && (r->head.magic != CD_CONTROL_MAGIC || r->head.bytes != sizeof r->notice))
+            return true;
+        if (r->got == sizeof r->head + sizeof r->notice) {
+            r->got = 0;
+            hear_notice(m, from, (cd_control_kind)r->head.kind, &r->notice);
+        }
+    }
+}
+
+static void drop_control(struct cd_monitor *m, int from)
+{
+    cd_world *w = m->world;
+    pthread_mutex_lock(&w->control_lock);
+    close(w->controls[from]);
+    w->controls[from] = -1;
+    pthread_mutex_unlock(&w->control_lock);
+    departed(m, from);
+}
+
+static void answer(int socket, cd_control_kind kind, const void *body, size_t bytes)
+{
+    /* The socket is new, its buffer empty: this does not block. */
+    cd_patience brief = cd_patience_until(cd_deadline_after_ns(10 * CD_NS_PER_MS), 1);
+    (void)cd_control_send(socket, kind, body, bytes, &brief);
+}
+
+static void take_link(struct cd_monitor *m, int socket, const cd_hello *hello)
+{
+    cd_world *w = m->world;
+    int peer = hello->me.rank;
+    uint8_t proof[CD_MEMBER_PROOF_BYTES];
+    cd_answer_proof(hello, w->has_secret ? w->secret : 0, proof);
+    answer(socket, CD_CONTROL_WELCOME, proof, sizeof proof);
+    cd_pipe *pipe;
+    if (cd_link_open(socket, peer, &pipe) != CD_OK) {
+        close(socket);
+        return;
+    }
+    cd_mesh_attach(w->mesh, pipe);
+    /* Release: who sees the count sees the pipe attached. */
+    atomic_fetch_add_explicit(&w->links, 1, memory_order_release);
+}
+
+static void greeted(void *ctx, int socket, cd_control_kind kind, const cd_hello *hello)
+{
+    struct cd_monitor *m = ctx;
+    cd_world *w = m->world;
+    int peer = hello->me.rank;
+    bool known = peer >= 0 && peer < w->world && peer != w->rank && hello->me.world == w->world;
+    bool for_me = memcmp(hello->target, w->members[w->rank].nonce, CD_MEMBER_NONCE_BYTES) == 0;
+    if (kind == CD_CONTROL_DATA && known && for_me &&
+        memcmp(hello->me.nonce, w->members[peer].nonce, CD_MEMBER_NONCE_BYTES) == 0) {
+        take_link(m, socket, hello);
+        return;
+    }
+    bool free_place = !known || atomic_load_explicit(&w->gone[peer], memory_order_acquire) || m->expected[peer] ||
+                      atomic_load_explicit(&w->closing, memory_order_relaxed);
+    if (kind == CD_CONTROL_HELLO && for_me && !free_place) {
+        const cd_member *other = &w->members[peer];
+        cd_fail_rank(CD_REFUSED, peer, "two processes claim rank %d: pid %u on %s, which is at work, and pid %u on %s", peer,
+                     other->process, other->host_name, hello->me.process, hello->me.host_name);
+        answer(socket, CD_CONTROL_REFUSED, cd_last_error(), sizeof(cd_error));
+    } else {
+        answer(socket, CD_CONTROL_STALE, 0, 0);
+    }
+    close(socket);
+}
+
+static bool make_room(struct cd_monitor *m, int room)
+{
+    if (room <= m->room)
+        return true;
+    struct pollfd *more = realloc(m->entries, (size_t)room * sizeof *more);
+    if (!more)
+        return false;
+    m->entries = more;
+    m->room = room;
+    return true;
+}
+
+/* Fills entries: wake, greeter, handout, then controls and processes with `owner` telling whose. */
+static int poll_set(struct cd_monitor *m, int *first_control, int *first_process)
+{
+    cd_world *w = m->world;
+    int count = 0;
+    m->entries[count++] = (struct pollfd){.fd = m->wake, .events = POLLIN};
+    count += cd_greeter_poll_set(w->greeter, m->entries + count, 64);
+    count += cd_handout_poll_set(w->handout, m->entries + count, 64);
+    *first_control = count;
+    bool live = atomic_load_explicit(&w->controls_live, memory_order_acquire);
+    for (int r = 0; r < w->world; r++)
+        m->entries[count++] = (struct pollfd){.fd = live ? w->controls[r] : -1, .events = POLLIN};
+    *first_process = count;
+    for (int r = 0; r < w->world; r++)
+        m->entries[count++] = (struct pollfd){.fd = live ? m->process_fds[r] : -1, .events = POLLIN};
+    return count;
+}
+
+static void watch_processes(struct cd_monitor *m)
+{
+    cd_world *w = m->world;
+    const cd_member *me = &w->members[w->rank];
+    for (int r = 0; r < w->world; r++) {
+        const cd_member *other = &w->members[r];
+        bool visible = r != w->rank && w->host_of[r] == w->host_of[w->rank] && other->pid_namespace == me->pid_namespace &&
+                       other->process != me->process;
+        if (visible)
+            m->process_fds[r] = (int)syscall(SYS_pidfd_open, (pid_t)other->process, 0);
+    }
+}
+
+static void serve(struct cd_monitor *m, int first_control, int first_process)
+{
+    cd_world *w = m->world;
+    for (int r = 0; r < w->world; r++) {
+        if (m->entries[first_control + r].revents && read_control(m, r))
+            drop_control(m, r);
+        if (m->entries[first_process + r].revents) {
+            close(m->process_fds[r]);
+            m->process_fds[r] = -1;
+            departed(m, r);
+        }
+    }
+}
+
+static void *monitor_main(void *arg)
+{
+    struct cd_monitor *m = arg;
+    cd_world *w = m->world;
+    bool watching = false;
+    while (!atomic_load_explicit(&m->stop, memory_order_acquire)) {
+        if (!watching && atomic_load_explicit(&w->controls_live, memory_order_acquire)) {
+            watch_processes(m);
+            watching = true;
+        }
+        int first_control, first_process;
+        int count = poll_set(m, &first_control, &first_process);
+        if (poll(m->entries, (nfds_t)count, 1000) < 0 && errno != EINTR)
+            cd_log(CD_LOG_WARN, "rank %d: monitor: poll failed with errno %d", w->rank, errno);
+        uint64_t drained;
+        while (read(m->wake, &drained, sizeof drained) > 0) {
+        }
+        cd_greeter_serve(w->greeter, greeted, m);
+        cd_handout_serve(w->handout);
+        serve(m, first_control, first_process);
+    }
+    return 0;
+}
+
+cd_status cd_monitor_start(cd_world *w)
+{
+    struct cd_monitor *m = calloc(1, sizeof *m);
+    if (!m)
+        return cd_fail(CD_NO_MEMORY, "no memory for the monitor");
+    w->monitor = m;
+    m->world = w;
+    size_t ranks = (size_t)w->world;
+    m->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    m->readers = calloc(ranks, sizeof *m->readers);
+    m->process_fds = malloc(ranks * sizeof *m->process_fds);
+    m->expected = calloc(ranks, sizeof *m->expected);
+    if (m->wake < 0 || !m->readers || !m->process_fds || !m->expected || !make_room(m, 129 + 2 * w->world))
+        return cd_fail(CD_NO_MEMORY, "no memory or descriptor for the monitor");
+    for (size_t r = 0; r < ranks; r++)
+        m->process_fds[r] = -1;
+    /* Signals are for the threads of the program, whose handlers may expect to run there. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&m->thread, 0, monitor_main, m);
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    if (error) {
+        m->thread = 0;
+        return cd_fail_errno(CD_NO_MEMORY, error, "cannot start the monitor thread");
+    }
+    return CD_OK;
+}
+
+void cd_monitor_wake(cd_world *w)
+{
+    uint64_t one = 1;
+    if (w->monitor && write(w->monitor->wake, &one, sizeof one) < 0)
+        return; /* the counter is full: it will wake anyway */
+}
+
+void cd_monitor_stop(cd_world *w)
+{
+    struct cd_monitor *m = w->monitor;
+    if (!m)
+        return;
+    atomic_store_explicit(&m->stop, true, memory_order_release);
+    cd_monitor_wake(w);
+    /* In a forked child the thread does not exist. */
+    if (m->thread && !cd_world_forked(w))
+        pthread_join(m->thread, 0);
+    for (int r = 0; m->process_fds && r < w->world; r++)
+        if (m->process_fds[r] >= 0)
+            close(m->process_fds[r]);
+    if (m->wake >= 0)
+        close(m->wake);
+    free(m->readers);
+    free(m->process_fds);
+    free(m->expected);
+    free(m->entries);
+    free(m);
+    w->monitor = 0;
+}

@@ -1,0 +1,156 @@
+/* send and recv: outside the order of collectives, straight on the mesh. */
+#include "group/work_impl.h"
+#include "simd/strided.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Both sides must agree on what an element is; the shape may differ. Never 0. */
+static uint32_t element_signature(const cd_op *op)
+{
+    return 1u + (uint32_t)op->dtype + (op->item_bytes << 8);
+}
+
+static cd_match match_of(const cd_group *g, const cd_op *op)
+{
+    return (cd_match){g->context + 1, op->tag};
+}
+
+static const cd_span *span_of(const cd_op *op)
+{
+    return op->kind == CD_SEND ? &op->in.list[0] : &op->out.list[0];
+}
+
+static cd_status pack(const cd_op *op, void **packed_p)
+{
+    const cd_span *span = span_of(op);
+    size_t bytes = span->count * span->item_bytes;
+    *packed_p = malloc(bytes ? bytes : 1);
+    if (!*packed_p)
+        return cd_fail(CD_NO_MEMORY, "%s: no memory for %zu bytes of a strided array", cd_kind_name(op->kind), bytes);
+    if (op->kind == CD_SEND)
+        cd_span_read(span, 0, span->count, *packed_p);
+    return CD_OK;
+}
+
+static void post(cd_group *g, const cd_op *op, cd_xfer *xfer, void *packed, bool is_async)
+{
+    const cd_span *span = span_of(op);
+    void *data = packed ? packed : span->data;
+    size_t bytes = span->count * span->item_bytes;
+    int peer = op->peer < 0 ? -1 : g->world_ranks[op->peer];
+    if (op->kind == CD_SEND)
+        cd_mesh_send(g->world->mesh, xfer, peer, match_of(g, op), element_signature(op), data, bytes, is_async);
+    else
+        cd_mesh_recv(g->world->mesh, xfer, peer, match_of(g, op), element_signature(op), data, bytes, false, is_async);
+}
+
+/* A transfer that failed or timed out does not end the group: the order of collectives is untouched. */
+static cd_status soften(cd_group *g, const cd_op *op, cd_status status)
+{
+    if (status == CD_OK || status == CD_INTERRUPTED)
+        return status;
+    int peer = cd_last_error()->rank;
+    cd_fail_prefix("rank %d in %s(%s %d, tag %lld): ", g->world->rank, cd_kind_name(op->kind),
+                   op->kind == CD_SEND ? "to" : "from", op->peer < 0 ? -1 : (int)g->world_ranks[op->peer], (long long)op->tag);
+    if (status != CD_TIMED_OUT)
+        return status;
+    char text[CD_ERROR_TEXT_BYTES];
+    memcpy(text, cd_last_error()->text, sizeof text);
+    return cd_fail_rank(CD_WAIT_EXPIRED, peer,
+                        "%s; a large send waits for its recv: when two ranks send to each other first, use isend or "
+                        "batch_isend_irecv", text);
+}
+
+cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
+{
+    if (g->size == 1 && !g->world->mesh)
+        return cd_fail(CD_BAD_ARGUMENT, "%s: the group has one rank only, there is nobody to talk to", cd_kind_name(op->kind));
+    void *packed = 0;
+    if (span_of(op)->dims)
+        CD_TRY(pack(op, &packed));
+    cd_xfer xfer = {0};
+    cd_xfer *list = &xfer;
+    post(g, op, &xfer, packed, false);
+    cd_status status = CD_OK;
+    if (!atomic_load_explicit(&xfer.done, memory_order_acquire) || xfer.error) {
+        patience->cause = g->template.cause;
+        patience->gone = g->world->gone;
+        patience->spin = g->template.spin;
+        patience->yields = g->template.yields;
+        status = cd_mesh_wait(g->world->mesh, &list, 1, patience);
+        if (status != CD_OK) {
+            cd_error why = *cd_last_error();
+            cd_mesh_cancel(g->world->mesh, &xfer);
+            cd_fail_with(&why);
+            status = soften(g, op, status);
+        }
+    }
+    if (status == CD_OK && op->kind == CD_RECV) {
+        op->peer = g->index_of[xfer.source];
+        if (packed)
+            cd_span_write(span_of(op), 0, span_of(op)->count, packed);
+    }
+    cd_xfer_clear(&xfer);
+    free(packed);
+    return status;
+}
+
+/* Frees works that nobody holds and whose transfers are through. */
+static void reap_orphans(cd_group *g, bool cancel)
+{
+    pthread_mutex_lock(&g->orphans_lock);
+    cd_work *list = g->orphans;
+    g->orphans = 0;
+    pthread_mutex_unlock(&g->orphans_lock);
+    while (list) {
+        cd_work *work = list;
+        list = work->next;
+        if (cancel && !cd_work_is_done(work)) {
+            cd_mesh_cancel(g->world->mesh, &work->xfer);
+            cd_fail(CD_ABORTED, "the process group was destroyed");
+            cd_work_complete(work, CD_ABORTED);
+        }
+        cd_work_is_done(work);
+        cd_work_release(work); /* goes back to the orphans if it still moves */
+    }
+}
+
+cd_status cd_p2p_start(cd_group *g, cd_work *work)
+{
+    if (g->size == 1 && !g->world->mesh)
+        return cd_fail(CD_BAD_ARGUMENT, "%s: the group has one rank only, there is nobody to talk to",
+                       cd_kind_name(work->op.kind));
+    if (g->orphans)
+        reap_orphans(g, false);
+    if (span_of(&work->op)->dims)
+        CD_TRY(pack(&work->op, &work->packed));
+    work->started_ns = work->queued_ns;
+    work->is_p2p = true;
+    post(g, &work->op, &work->xfer, work->packed, true);
+    return CD_OK;
+}
+
+bool cd_p2p_finish(cd_work *work)
+{
+    if (atomic_load_explicit(&work->done, memory_order_acquire))
+        return true;
+    if (!atomic_load_explicit(&work->xfer.done, memory_order_acquire))
+        return false;
+    uint32_t free_right = 0;
+    if (!atomic_compare_exchange_strong_explicit(&work->finishing, &free_right, 1, memory_order_acq_rel,
+                                                 memory_order_acquire))
+        return atomic_load_explicit(&work->done, memory_order_acquire) != 0;
+    cd_status status = CD_OK;
+    if (work->xfer.error)
+        status = soften(work->group, &work->op, cd_fail_with(work->xfer.error));
+    else if (work->op.kind == CD_RECV && work->packed)
+        cd_span_write(span_of(&work->op), 0, span_of(&work->op)->count, work->packed);
+    cd_work_complete(work, status);
+    return true;
+}
+
+void cd_p2p_close(cd_group *g)
+{
+    reap_orphans(g, true);
+}

@@ -1,0 +1,202 @@
+#include "group/work_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* Copies spans and dims of a block list behind each other into `next`; returns the end. */
+static char *copy_blocks(cd_blocks *blocks, int world, char *next)
+{
+    cd_span *list = (cd_span *)next;
+    next += (size_t)blocks->spans * sizeof *list;
+    for (int i = 0; i < blocks->spans; i++)
+        list[i] = blocks->list[i];
+    if (blocks->counts) {
+        size_t bytes = (size_t)world * sizeof *blocks->counts;
+        memcpy(next, blocks->counts, bytes);
+        blocks->counts = (const size_t *)next;
+        next += bytes;
+    }
+    for (int i = 0; i < blocks->spans; i++)
+        if (list[i].dims) {
+            memcpy(next, list[i].dims, sizeof *list[i].dims);
+            list[i].dims = (const cd_dims *)next;
+            next += sizeof *list[i].dims;
+        }
+    blocks->list = list;
+    return next;
+}
+
+static size_t blocks_bytes(const cd_blocks *blocks, int world)
+{
+    size_t bytes = (size_t)blocks->spans * sizeof(cd_span);
+    if (blocks->counts)
+        bytes += (size_t)world * sizeof *blocks->counts;
+    for (int i = 0; i < blocks->spans; i++)
+        bytes += blocks->list[i].dims ? sizeof(cd_dims) : 0;
+    return bytes;
+}
+
+cd_status cd_work_create(cd_group *group, const cd_op *op, uint64_t timeout_ns, cd_work **out)
+{
+    cd_work *work = calloc(1, sizeof *work);
+    size_t bytes = blocks_bytes(&op->in, group->size) + blocks_bytes(&op->out, group->size);
+    void *lists = bytes ? malloc(bytes) : 0;
+    if (!work || (bytes && !lists)) {
+        free(work);
+        free(lists);
+        return cd_fail(CD_NO_MEMORY, "no memory to queue %s", cd_kind_name(op->kind));
+    }
+    atomic_init(&work->refs, 1);
+    work->group = cd_group_retain(group);
+    work->op = *op;
+    work->lists = lists;
+    if (lists)
+        copy_blocks(&work->op.out, group->size, copy_blocks(&work->op.in, group->size, lists));
+    work->timeout_ns = timeout_ns;
+    work->queued_ns = cd_now_ns();
+    *out = work;
+    return CD_OK;
+}
+
+cd_work *cd_work_retain(cd_work *work)
+{
+    atomic_fetch_add_explicit(&work->refs, 1, memory_order_relaxed);
+    return work;
+}
+
+static void destroy(cd_work *work)
+{
+    if (work->event)
+        work->event_ops->event_free(work->event);
+    if (work->release_owner)
+        work->release_owner(work->owner);
+    cd_xfer_clear(&work->xfer);
+    free(work->packed);
+    free(work->lists);
+    cd_group_release(work->group);
+    free(work);
+}
+
+void cd_work_release(cd_work *work)
+{
+    if (!work)
+        return;
+    /* A transfer that still moves uses this memory: the group keeps it until it is through. The last holder's view of `done` is
+     * enough, since only the transfer's completion could change it and cd_p2p_finish takes no reference. */
+    if (work->is_p2p && atomic_load_explicit(&work->refs, memory_order_acquire) == 1 && !cd_p2p_finish(work)) {
+        cd_group *group = work->group;
+        pthread_mutex_lock(&group->orphans_lock);
+        bool keep = !atomic_load_explicit(&group->closed, memory_order_acquire);
+        if (keep) {
+            work->next = group->orphans;
+            group->orphans = work;
+        }
+        pthread_mutex_unlock(&group->orphans_lock);
+        if (keep)
+            return;
+        cd_mesh_cancel(group->world->mesh, &work->xfer);
+    }
+    if (atomic_fetch_sub_explicit(&work->refs, 1, memory_order_acq_rel) == 1)
+        destroy(work);
+}
+
+void cd_work_set_owner(cd_work *work, void *owner, void (*release)(void *owner))
+{
+    work->owner = owner;
+    work->release_owner = release;
+}
+
+void cd_work_complete(cd_work *work, cd_status status)
+{
+    work->status = status;
+    if (status != CD_OK)
+        work->error = *cd_last_error();
+    work->done_ns = cd_now_ns();
+    /* Release: who sees done sees the fields above and the data. */
+    atomic_store_explicit(&work->done, 1, memory_order_release);
+}
+
+static bool poll_event(cd_work *work)
+{
+    bool done = false;
+    cd_status status = work->event_ops->event_done(work->event, &done);
+    if (status == CD_OK && !done)
+        return false;
+    uint32_t free_right = 0;
+    if (atomic_compare_exchange_strong_explicit(&work->finishing, &free_right, 1, memory_order_acq_rel, memory_order_acquire))
+        cd_work_complete(work, status == CD_OK ? CD_OK : cd_group_settle(work->group, &work->op, status));
+    return atomic_load_explicit(&work->done, memory_order_acquire) != 0;
+}
+
+bool cd_work_is_done(cd_work *work)
+{
+    if (atomic_load_explicit(&work->done, memory_order_acquire))
+        return true;
+    if (work->event)
+        return poll_event(work);
+    return work->is_p2p && cd_mesh_test(work->group->world->mesh, &work->xfer) && cd_p2p_finish(work);
+}
+
+cd_status cd_work_status(cd_work *work)
+{
+    if (!cd_work_is_done(work) || work->status == CD_OK)
+        return CD_OK;
+    return cd_fail_with(&work->error);
+}
+
+static cd_status wait_done(cd_work *work, cd_patience *patience)
+{
+    if (work->event) {
+        cd_status status = work->event_ops->event_wait_host(work->event, patience);
+        if (status == CD_OK || cd_status_is_sticky(status))
+            poll_event(work);
+        return status;
+    }
+    if (work->is_p2p) {
+        cd_xfer *xfer = &work->xfer;
+        patience->cause = work->group->cause;
+        patience->gone = work->group->world->gone;
+        cd_status status = cd_mesh_wait(work->group->world->mesh, &xfer, 1, patience);
+        if (atomic_load_explicit(&xfer->done, memory_order_acquire) && cd_p2p_finish(work))
+            return CD_OK;
+        return status;
+    }
+    return cd_wait_at_least(&work->done, 1, -1, patience);
+}
+
+cd_status cd_work_wait(cd_work *work, const cd_patience *patience)
+{
+    if (!cd_work_is_done(work)) {
+        cd_patience mine = *patience;
+        cd_status status = wait_done(work, &mine);
+        if (status == CD_TIMED_OUT && !cd_work_is_done(work))
+            return cd_fail_rank(CD_WAIT_EXPIRED, cd_last_error()->rank, "%s: not complete yet, the operation goes on",
+                                cd_kind_name(work->op.kind));
+        if (status != CD_OK && !cd_work_is_done(work))
+            return status;
+    }
+    return work->status == CD_OK ? CD_OK : cd_fail_with(&work->error);
+}
+
+cd_status cd_work_join_stream(cd_work *work, void *stream, const cd_patience *patience)
+{
+    if (!work->event)
+        return cd_work_wait(work, patience);
+    CD_TRY(cd_work_status(work));
+    return work->event_ops->event_join_stream(work->event, stream);
+}
+
+const cd_op *cd_work_op(const cd_work *work)
+{
+    return &work->op;
+}
+
+int cd_work_source(const cd_work *work)
+{
+    return atomic_load_explicit(&work->done, memory_order_acquire) ? work->xfer.source : -1;
+}
+
+uint64_t cd_work_duration_ns(const cd_work *work)
+{
+    return atomic_load_explicit(&work->done, memory_order_acquire) ? work->done_ns - work->started_ns : 0;
+}

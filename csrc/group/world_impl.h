@@ -1,0 +1,93 @@
+/* The insides of a world, shared by the files of group/ alone. */
+#ifndef CD_GROUP_WORLD_IMPL_H
+#define CD_GROUP_WORLD_IMPL_H
+
+#include "coll/shm_team.h"
+#include "group/control.h"
+#include "group/greeter.h"
+#include "group/group.h"
+#include "group/handout.h"
+#include "net/mesh.h"
+#include "shm/channel.h"
+#include "shm/segment.h"
+
+#include <pthread.h>
+
+#define CD_WANTING_BYTES 256
+
+/* Head of the host's shared memory: what a rank says about itself to the others of its host. */
+typedef struct {
+    CD_ALIGNED(CD_LINE) _Atomic uint32_t left; /* 1: this rank said goodbye; its death is no news any more */
+    char wanting[CD_WANTING_BYTES];            /* "new_group([0, 1])" while it waits there; for texts only */
+} cd_host_row;
+
+typedef struct {
+    cd_host_row *rows;  /* by local index */
+    void *channels;
+    void *team;         /* memory of the default group */
+    void *arena;
+    size_t arena_bytes; /* per rank, 0: none */
+} cd_host_layout;
+
+struct cd_world {
+    _Atomic int refs;
+    int rank, world;
+    uint64_t timeout_ns;
+    char prefix[256];
+    cd_store *store;
+    const _Atomic uint32_t *alive; /* 1; a page that the kernel wipes in forked children */
+    _Atomic bool closing;
+    bool closed;
+
+    cd_member *members; /* [world] */
+    uint8_t generation[CD_MEMBER_NONCE_BYTES];
+    int32_t *host_of;   /* [world] */
+    int32_t *local_of;  /* [world] position among the ranks of its own host */
+    int local, locals;
+    bool force_tcp;
+    uint8_t secret[32];
+    bool has_secret;
+
+    cd_segment segment;
+    cd_host_layout host;
+    cd_arena *arena;
+    cd_mesh *mesh;
+    _Atomic uint32_t *gone; /* [world]; by world rank: left or lost */
+
+    bool published;         /* rank 0: its address stands in the store */
+    int data_listener;      /* TCP; on rank 0 also for control; −1: not open */
+    cd_greeter *greeter;    /* the monitor's once it runs */
+    cd_handout *handout;    /* Unix socket that hands out descriptors of shared memory */
+    int *controls;          /* [world]: rank 0 has one to each rank, the others one to rank 0; −1 = none */
+    _Atomic bool controls_live; /* bootstrap is over: the monitor reads them */
+    _Atomic uint64_t links; /* data links accepted so far */
+    pthread_mutex_t control_lock; /* writing to controls after bootstrap */
+
+    struct cd_monitor *monitor;
+
+    pthread_mutex_t groups_lock; /* the list and the counters of sets */
+    cd_group *groups;
+    struct cd_set_count *sets;
+    cd_group *group; /* the default one */
+};
+
+/* world.c */
+bool cd_world_forked(const cd_world *world);
+cd_status cd_world_refuse_fork(const cd_world *world);
+void cd_world_peer_lost(cd_world *world, int rank, const cd_error *why);
+void cd_world_peer_left(cd_world *world, int rank);
+/* To all other ranks: directly on rank 0, through rank 0 elsewhere. Never blocks for long; a full socket drops the notice
+ * (its reader is stuck and learns by its own deadline). `skip`: not to this rank. */
+void cd_world_tell(cd_world *world, cd_control_kind kind, const cd_notice *notice, int skip);
+cd_status cd_world_lay_out(cd_world *world, void *base, size_t bytes);
+size_t cd_world_host_bytes(const cd_world *world);
+
+/* bootstrap.c: meets, connects, fills in members to mesh; undoes nothing (world.c does). */
+cd_status cd_world_bootstrap(cd_world *world, const cd_world_config *config, const cd_patience *patience);
+
+/* monitor.c */
+cd_status cd_monitor_start(cd_world *world);
+void cd_monitor_stop(cd_world *world);
+void cd_monitor_wake(cd_world *world);
+
+#endif
