@@ -1,0 +1,377 @@
+/* The client of the TCP store. Quick requests share one connection, in turn, so that what one thread has set the next one sees;
+ * a wait that does not end at once moves to a connection of its own, so that it never holds up the others.
+ *
+ * The server may be torch's of any age, and an opcode that it does not know ends the connection: so only opcodes 0 to 13 are
+ * used, and queues (14 to 16), list_keys (17) where the caller asks for them. */
+#include "net/sock.h"
+#include "store/client_impl.h"
+#include "store/kinds.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+/* How long a server that accepts connections but closes them at once is asked again: it may be starting behind a proxy. */
+#define SHUT_DOOR_NS (3 * CD_NS_PER_S)
+/* A quick request gets at least this long, also under a deadline of 0. */
+#define LEAST_NS CD_NS_PER_S
+#define IDLE_LINES 4
+#define INIT_KEY "init/"
+
+cd_status tcp_lost(const tcp_store *s, cd_status status)
+{
+    if (atomic_load_explicit(&s->closed, memory_order_acquire))
+        return cd_fail(CD_STORE, "the store client is closed");
+    if (status != CD_PEER_LOST && status != CD_IO)
+        return status;
+    return cd_fail(CD_STORE, "store at %s:%u lost: %s", s->host, s->port, cd_last_error()->text);
+}
+
+/* ---- connections ---- */
+
+static void forget_line(tcp_store *s, tcp_line *line)
+{
+    pthread_mutex_lock(&s->lock);
+    if (line->fd >= 0)
+        close(line->fd);
+    line->fd = -1;
+    if (line->link) {
+        *line->link = line->next;
+        if (line->next)
+            line->next->link = line->link;
+        line->link = NULL;
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+/* Registers the socket so that close can shut it down. */
+static cd_status keep_line(tcp_store *s, tcp_line *line, int fd)
+{
+    pthread_mutex_lock(&s->lock);
+    bool closed = atomic_load_explicit(&s->closed, memory_order_relaxed);
+    if (!closed) {
+        line->fd = fd;
+        line->start = line->end = 0;
+        line->next = s->lines;
+        line->link = &s->lines;
+        if (line->next)
+            line->next->link = &line->next;
+        s->lines = line;
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (closed)
+        close(fd);
+    return closed ? cd_fail(CD_STORE, "the store client is closed") : CD_OK;
+}
+
+/* Magic and ping go out together; a server of this protocol sends the four bytes back. */
+static cd_status greet(int fd, const cd_secret *secret, const cd_patience *patience)
+{
+    CD_TRY(cd_auth_connect(fd, secret, patience));
+    uint8_t hello[10], answer[4];
+    cd_writer writer = cd_writer_of(hello, sizeof hello);
+    cd_put_u8(&writer, CD_REQ_VALIDATE);
+    cd_put_u32(&writer, CD_STORE_MAGIC);
+    cd_put_u8(&writer, CD_REQ_PING);
+    cd_put_u32(&writer, (uint32_t)getpid());
+    CD_TRY(cd_sock_send_all(fd, hello, sizeof hello, patience));
+    CD_TRY(cd_sock_recv_all(fd, answer, sizeof answer, patience));
+    if (memcmp(answer, hello + 6, sizeof answer) != 0)
+        return cd_fail(CD_PROTOCOL, "it does not speak the protocol of a store");
+    return CD_OK;
+}
+
+static cd_status knock(tcp_store *s, const cd_patience *patience, int *fd_p)
+{
+    int fd;
+    CD_TRY(cd_sock_connect_once(s->host, s->port, patience, &fd));
+    cd_status status = greet(fd, &s->secret, patience);
+    if (status != CD_OK) {
+        close(fd);
+        return status;
+    }
+    *fd_p = fd;
+    return CD_OK;
+}
+
+static cd_status explain_knock(const tcp_store *s, cd_status status, uint64_t began)
+{
+    const char *cause = cd_last_error()->text;
+    switch (status) {
+    case CD_INTERRUPTED:
+    case CD_BAD_ARGUMENT: return status;
+    case CD_PEER_LOST:
+        return cd_fail(CD_REFUSED, "store at %s:%u closes new connections at once: %s", s->host, s->port,
+                       s->secret.is_set ? "it has no job secret or another one (CDIST_JOB_SECRET is set here)"
+                                        : "it is no store, or it expects a job secret (CDIST_JOB_SECRET)");
+    case CD_REFUSED:
+    case CD_PROTOCOL: return cd_fail(status, "store at %s:%u: %s", s->host, s->port, cause);
+    default:
+        return cd_fail(CD_NETWORK, "The client socket has timed out after %" PRIu64 "ms while trying to connect to (%s, %u). %s",
+                       (cd_now_ns() - began + CD_NS_PER_MS / 2) / CD_NS_PER_MS, s->host, s->port, cause);
+    }
+}
+
+/* Knocks until someone opens or patience ends. */
+static cd_status connect_line(tcp_store *s, tcp_line *line, const cd_patience *patience)
+{
+    uint64_t began = cd_now_ns(), first_shut = 0;
+    cd_waiter waiter = cd_waiter_start(patience);
+    for (int attempt = 0;; attempt++) {
+        int fd;
+        cd_status status = knock(s, patience, &fd);
+        if (status == CD_OK)
+            return keep_line(s, line, fd);
+        if (status == CD_PEER_LOST && !first_shut)
+            first_shut = cd_now_ns();
+        bool again = status == CD_NETWORK || status == CD_IO || (status == CD_PEER_LOST && cd_now_ns() - first_shut < SHUT_DOOR_NS);
+        if (!again)
+            return explain_knock(s, status, began);
+        cd_error cause = *cd_last_error();
+        cd_status pause = cd_sock_back_off(attempt, &waiter);
+        if (pause == CD_TIMED_OUT) {
+            cd_fail_with(&cause);
+            return explain_knock(s, status, began);
+        }
+        CD_TRY(pause);
+    }
+}
+
+static cd_status check_process(const tcp_store *s)
+{
+    if (s->pid != getpid())
+        return cd_fail(CD_STORE, "store client of %s:%u was inherited over fork: make a new one in the child", s->host, s->port);
+    return CD_OK;
+}
+
+/* ---- turns on the shared connection ---- */
+
+static void leave_quick(tcp_store *s, cd_status status)
+{
+    if (status != CD_OK)
+        forget_line(s, &s->quick); /* the stream may be out of step: the next request gets a new one */
+    pthread_mutex_lock(&s->lock);
+    s->quick_busy = false;
+    pthread_cond_signal(&s->quick_free);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static cd_status enter_quick(tcp_store *s, const cd_patience *patience)
+{
+    cd_waiter waiter = cd_waiter_start(patience);
+    pthread_mutex_lock(&s->lock);
+    while (s->quick_busy) {
+        /* Open while idle runs: it may take the GIL, and whoever has the GIL may want the lock. */
+        pthread_mutex_unlock(&s->lock);
+        cd_status status = cd_waiter_check(&waiter);
+        if (status != CD_OK)
+            return status;
+        pthread_mutex_lock(&s->lock);
+        if (!s->quick_busy)
+            break;
+        uint64_t end = cd_now_ns() + (uint64_t)cd_waiter_nap_ms(&waiter) * CD_NS_PER_MS;
+        struct timespec at = {.tv_sec = (time_t)(end / CD_NS_PER_S), .tv_nsec = (long)(end % CD_NS_PER_S)};
+        pthread_cond_timedwait(&s->quick_free, &s->lock, &at);
+    }
+    s->quick_busy = true;
+    pthread_mutex_unlock(&s->lock);
+    return CD_OK;
+}
+
+cd_status tcp_quick(tcp_store *s, const tcp_message *message, cd_status (*read)(tcp_line *, void *, const cd_patience *), void *out,
+                    const cd_patience *patience)
+{
+    CD_TRY(check_process(s));
+    if (atomic_load_explicit(&s->closed, memory_order_acquire))
+        return cd_fail(CD_STORE, "the store client is closed");
+    uint64_t began = cd_now_ns();
+    cd_patience least = *patience;
+    if (cd_deadline_left_ns(least.deadline) < LEAST_NS)
+        least.deadline = cd_deadline_after_ns(LEAST_NS);
+    cd_status status = enter_quick(s, &least);
+    if (status == CD_OK) {
+        if (s->quick.fd < 0) {
+            cd_patience once = least;
+            once.deadline = cd_deadline_earlier(least.deadline, cd_deadline_after_ns(LEAST_NS));
+            status = connect_line(s, &s->quick, &once);
+            if (status == CD_NETWORK || status == CD_REFUSED)
+                status = cd_fail(CD_STORE, "store at %s:%u lost", s->host, s->port);
+        }
+        if (status == CD_OK)
+            status = cd_sock_send_all(s->quick.fd, message->data, message->bytes, &least);
+        if (status == CD_OK && read)
+            status = read(&s->quick, out, &least);
+        leave_quick(s, status);
+    }
+    if (status == CD_TIMED_OUT)
+        return cd_fail(CD_STORE_TIMEOUT, "store at %s:%u: no answer, timeout after %" PRIu64 "ms", s->host, s->port,
+                       (cd_now_ns() - began) / CD_NS_PER_MS);
+    return status == CD_OK ? CD_OK : tcp_lost(s, status);
+}
+
+/* ---- waits ---- */
+
+static cd_status take_line(tcp_store *s, tcp_line **out, const cd_patience *patience)
+{
+    pthread_mutex_lock(&s->lock);
+    tcp_line *line = s->idle;
+    if (line) {
+        s->idle = line->next_idle;
+        s->idle_count--;
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (!line) {
+        line = malloc(sizeof *line);
+        if (!line)
+            return cd_fail(CD_NO_MEMORY, "no memory for a connection");
+        *line = (tcp_line){.fd = -1};
+        cd_status status = connect_line(s, line, patience);
+        if (status != CD_OK) {
+            free(line);
+            return status;
+        }
+    }
+    *out = line;
+    return CD_OK;
+}
+
+static void give_line(tcp_store *s, tcp_line *line, bool usable)
+{
+    pthread_mutex_lock(&s->lock);
+    bool keep = usable && s->idle_count < IDLE_LINES;
+    if (keep) {
+        line->next_idle = s->idle;
+        s->idle = line;
+        s->idle_count++;
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (!keep) {
+        forget_line(s, line);
+        free(line);
+    }
+}
+
+/* After the deadline: takes the wait back. *came_p: the answer crossed the cancellation, so the keys are there. */
+static cd_status cancel_wait(tcp_line *line, const cd_patience *patience, bool *came_p)
+{
+    cd_patience grace = {.deadline = cd_deadline_after_ns(LEAST_NS), .idle = patience->idle, .idle_ctx = patience->idle_ctx};
+    uint8_t cancel = CD_REQ_CANCEL_WAIT, answer;
+    CD_TRY(cd_sock_send_all(line->fd, &cancel, 1, &grace));
+    CD_TRY(tcp_read(line, &answer, 1, &grace));
+    *came_p = answer == CD_ANSWER_STOP_WAITING;
+    return *came_p ? tcp_read(line, &answer, 1, &grace) : CD_OK;
+}
+
+cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *keys, size_t count, const cd_patience *patience)
+{
+    uint64_t began = cd_now_ns();
+    tcp_line *line = NULL;
+    cd_patience connecting = *patience;
+    if (cd_deadline_left_ns(connecting.deadline) < LEAST_NS)
+        connecting.deadline = cd_deadline_after_ns(LEAST_NS);
+    cd_status status = take_line(s, &line, &connecting);
+    if (status != CD_OK)
+        return status == CD_NETWORK ? cd_fail(CD_STORE, "store at %s:%u lost", s->host, s->port) : status;
+    uint8_t answer = 0;
+    bool came = false;
+    status = cd_sock_send_all(line->fd, message->data, message->bytes, &connecting);
+    if (status == CD_OK) {
+        status = tcp_read(line, &answer, 1, patience);
+        came = status == CD_OK;
+    }
+    bool usable = came;
+    if (status == CD_TIMED_OUT)
+        usable = cancel_wait(line, patience, &came) == CD_OK;
+    give_line(s, line, usable);
+    if (came)
+        return CD_OK;
+    return status == CD_TIMED_OUT ? cd_store_expired(cd_now_ns() - began, "/", keys, count) : tcp_lost(s, status);
+}
+
+/* ---- the object ---- */
+
+void tcp_close(cd_store *store)
+{
+    tcp_store *s = (tcp_store *)store;
+    pthread_mutex_lock(&s->lock);
+    /* Release: who finds its socket shut down sees that it was us. */
+    atomic_store_explicit(&s->closed, true, memory_order_release);
+    for (tcp_line *line = s->lines; line && s->pid == getpid(); line = line->next)
+        shutdown(line->fd, SHUT_RDWR);
+    pthread_mutex_unlock(&s->lock);
+}
+
+void tcp_free(cd_store *store)
+{
+    if (!store)
+        return;
+    tcp_store *s = (tcp_store *)store;
+    forget_line(s, &s->quick);
+    while (s->idle) {
+        tcp_line *line = s->idle;
+        s->idle = line->next_idle;
+        forget_line(s, line);
+        free(line);
+    }
+    pthread_cond_destroy(&s->quick_free);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
+}
+
+cd_status cd_tcp_store_open(const char *host, uint16_t port, const cd_secret *secret, const cd_patience *patience, cd_store **out)
+{
+    size_t bytes = strlen(host) + 1;
+    tcp_store *s = calloc(1, sizeof *s + bytes);
+    if (!s)
+        return cd_fail(CD_NO_MEMORY, "no memory for a store");
+    cd_store_init(&s->base, &tcp_ops);
+    memcpy(s->host, host, bytes);
+    s->port = port;
+    s->secret = *secret;
+    s->pid = getpid();
+    s->quick.fd = -1;
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&s->quick_free, &attributes);
+    pthread_condattr_destroy(&attributes);
+    cd_status status = connect_line(s, &s->quick, patience);
+    if (status != CD_OK) {
+        tcp_free(&s->base);
+        return status;
+    }
+    *out = &s->base;
+    return CD_OK;
+}
+
+cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const cd_patience *patience)
+{
+    tcp_store *s = (tcp_store *)store;
+    uint64_t began = cd_now_ns();
+    int64_t joined;
+    cd_bytes key = cd_bytes_of(INIT_KEY);
+    CD_TRY(tcp_add_raw(s, key, 1, &joined, patience));
+    cd_waiter waiter = cd_waiter_start(patience);
+    while (wait_all && joined < world) {
+        cd_deadline pause = cd_deadline_after_ns(10 * CD_NS_PER_MS);
+        cd_status status = cd_waiter_check(&waiter);
+        if (status == CD_TIMED_OUT)
+            return cd_fail(CD_STORE_TIMEOUT, "Timed out after %" PRIu64 " seconds waiting for clients. %" PRId64 "/%" PRId64
+                           " clients joined.", (cd_now_ns() - began) / CD_NS_PER_S, joined, world);
+        CD_TRY(status);
+        cd_sleep_ns(cd_deadline_left_ns(cd_deadline_earlier(pause, patience->deadline)));
+        CD_TRY(tcp_add_raw(s, key, 0, &joined, patience));
+    }
+    return CD_OK;
+}
+
+void cd_tcp_store_local_address(cd_store *store, char *out, size_t bytes)
+{
+    tcp_store *s = (tcp_store *)store;
+    pthread_mutex_lock(&s->lock);
+    cd_sock_local_address(s->quick.fd, out, bytes);
+    pthread_mutex_unlock(&s->lock);
+}
