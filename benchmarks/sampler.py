@@ -1,4 +1,4 @@
-"""DistributedSampler against torch's: time to the first index and to drain by iteration, interleaved, medians.
+"""DistributedSampler against torch's: time to the first index and to drain, interleaved, medians.
 
     python benchmarks/sampler.py [--samples 10000000] [--replicas 8] [--rounds 7] [--json FILE]
 """
