@@ -5,7 +5,6 @@ import array as stdarray
 import ml_dtypes
 import numpy as np
 import pytest
-
 from cdist import _core
 
 torch = pytest.importorskip("torch")
@@ -38,7 +37,9 @@ def test_numpy_layouts_are_read_in_logical_order(layout, dtype):
     assert got["bytes"] == x.tobytes()
     assert got["shape"] == x.shape
     assert got["item_bytes"] == x.itemsize
-    assert got["dtype"] == np.dtype(dtype).name.replace("float128", "longdouble").replace("complex256", "clongdouble")
+    assert got["dtype"] == np.dtype(dtype).name.replace("float128", "longdouble").replace(
+        "complex256", "clongdouble"
+    )
     assert got["data"] == x.ctypes.data
     contiguous = x.flags.c_contiguous or x.size == 0
     assert got["strided"] is (not contiguous)
@@ -73,7 +74,11 @@ def test_other_dtypes_are_bytes(x):
 
 def test_foreign_byte_order_is_bytes_and_marked():
     got = read(np.arange(3, dtype=">f4"))
-    assert (got["dtype"], got["swapped"], got["bytes"]) == ("bytes", True, np.arange(3, dtype=">f4").tobytes())
+    assert (got["dtype"], got["swapped"], got["bytes"]) == (
+        "bytes",
+        True,
+        np.arange(3, dtype=">f4").tobytes(),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool",
@@ -156,7 +161,9 @@ def test_buffers_and_array_interfaces():
 @pytest.mark.parametrize("output", [np.broadcast_to(np.ones(1), 3), memoryview(b"abc"), b"abc"])
 def test_read_only_outputs_are_refused(output):
     assert read(output)["writable"] is False
-    with pytest.raises(ValueError, match="parameter `tensor` is written to, but the array given is read-only"):
+    with pytest.raises(
+        ValueError, match="parameter `tensor` is written to, but the array given is read-only"
+    ):
         read(output, True)
 
 
@@ -170,7 +177,9 @@ def test_outputs_whose_elements_share_memory_are_refused():
 
 @pytest.mark.parametrize("scalar", [1, 1.5, True, "x", np.float64(3), np.int8(1), 2j])
 def test_scalars_are_refused_with_a_hint(scalar):
-    with pytest.raises(TypeError, match=r"Expected parameter `tensor` of type .*scalar.*numpy.array\(value\)"):
+    with pytest.raises(
+        TypeError, match=r"Expected parameter `tensor` of type .*scalar.*numpy.array\(value\)"
+    ):
         read(scalar)
 
 
@@ -180,7 +189,9 @@ def test_other_objects_are_refused(thing):
         read(thing)
 
 
-@pytest.mark.parametrize("x", [np.array([None]), np.zeros(2, [("a", object)]), np.array(["a"], np.dtypes.StringDType())])
+@pytest.mark.parametrize(
+    "x", [np.array([None]), np.zeros(2, [("a", object)]), np.array(["a"], np.dtypes.StringDType())]
+)
 def test_arrays_of_python_objects_are_refused(x):
     with pytest.raises(TypeError, match="elements that are Python objects"):
         read(x)

@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-
 from cdist import _core, errors
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]

@@ -452,7 +452,7 @@ static int read_other(PyObject *object, const char *name, cd_py_array *out)
 {
     if (PyArray_Check(object))
         return read_numpy((PyArrayObject *)object, name, out);
-    if (PyArray_IsAnyScalar(object) && !PyBytes_Check(object))
+    if (PyType_Check(object) || (PyArray_IsAnyScalar(object) && !PyBytes_Check(object)))
         return refuse_object(object, name);
     PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
     if (interface)

@@ -1,10 +1,14 @@
 /* The extension module cdist._core: its state, and the rooms that fill it. */
 #include "py/state.h"
 
+#include "py/arena.h"
 #include "py/array.h"
+#include "py/collectives.h"
 #include "py/errors.h"
+#include "py/group.h"
 #include "py/redop.h"
 #include "py/sampler.h"
+#include "py/work.h"
 
 static int traverse_state(PyObject *module, visitproc visit, void *arg)
 {
@@ -39,6 +43,12 @@ static int execute(PyObject *module)
         cd_py_errors_add,
         cd_py_array_add,
         cd_py_redop_add,
+        cd_py_group_add,
+        cd_py_work_add,
+        cd_py_reductions_add,
+        cd_py_moves_add,
+        cd_py_p2p_add,
+        cd_py_arena_add,
         cd_py_sampler_add,
     };
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)

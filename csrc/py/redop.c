@@ -28,7 +28,7 @@ int cd_py_redop_read(cd_py_state *state, PyObject *object, cd_redop *redop_p, do
     long op = PyLong_AsLong(object);
     if (op < 0 || op >= CD_REDOPS) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "op must be one of ReduceOp.SUM … ReduceOp.PREMUL_SUM, not %R", object);
+        PyErr_Format(PyExc_ValueError, "op must be one of ReduceOp.SUM to ReduceOp.PREMUL_SUM, not %R", object);
         return -1;
     }
     *redop_p = (cd_redop)op;

@@ -19,6 +19,7 @@
     X(group_type)                                                                       \
     X(work_type)                                                                        \
     X(redop_type)                                                                       \
+    X(block_type)                                                                       \
     X(store_type)                                                                       \
     X(sampler_type)                                                                     \
     X(reducer_type)

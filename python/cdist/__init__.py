@@ -1,0 +1,268 @@
+"""cdist: the interface of torch.distributed on a C library of its own, for NumPy, CuPy, torch and JAX.
+
+The names below are loaded with the package; those of ``_LAZY`` at their first use.
+"""
+
+import importlib
+
+from cdist import _core
+from cdist._core import Work
+from cdist.backends import (
+    Backend,
+    BackendConfig,
+    get_default_backend_for_device,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_ucc_available,
+    is_xccl_available,
+)
+from cdist.collectives import (
+    _all_gather_base,
+    _coalescing_manager,
+    _reduce_scatter_base,
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_gather_v,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    monitored_barrier,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+    scatter,
+)
+from cdist.constants import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    DebugLevel,
+    GatherOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    _make_nccl_premul_sum,
+    default_pg_timeout,
+    get_debug_level,
+    reduce_op,
+    set_debug_level,
+    set_debug_level_from_env,
+    supports,
+    supports_complex,
+)
+from cdist.errors import (
+    AbortedError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    DistStoreTimeoutError,
+    DistTimeoutError,
+    MismatchError,
+    PeerLostError,
+    QueueEmptyError,
+    RefusedError,
+)
+from cdist.group import (
+    GroupMember,
+    GroupName,
+    ProcessGroup,
+    destroy_process_group,
+    get_backend,
+    get_backend_config,
+    get_global_rank,
+    get_group_rank,
+    get_node_local_rank,
+    get_pg_count,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    init_process_group,
+    is_available,
+    is_initialized,
+    is_torchelastic_launched,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    set_timeout,
+    shrink_group,
+    split_group,
+)
+from cdist.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+
+# name → module that is imported when the name is first asked for
+_LAZY = {
+    **dict.fromkeys(
+        ["all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list", "set_allow_pickle"],
+        "cdist.objects",
+    ),
+    "empty": "cdist.memory",
+    "Future": "cdist.futures",
+    **dict.fromkeys(["DeviceMesh", "init_device_mesh"], "cdist.device_mesh"),
+    **dict.fromkeys(["Store", "TCPStore", "FileStore", "HashStore", "PrefixStore"], "cdist.store"),
+    **dict.fromkeys(["rendezvous", "register_rendezvous_handler"], "cdist.rendezvous"),
+    "DistributedSampler": "cdist.sampler",
+    **dict.fromkeys(
+        ["DistributedDataParallel", "DataParallel", "GradientReducer", "Parameter", "GradBucket", "Join", "Joinable", "JoinHook"],
+        "cdist.parallel",
+    ),
+    "spawn": "cdist.multiprocessing",
+}
+_LAZY_MODULES = frozenset(
+    ["collectives", "constants", "device_mesh", "errors", "futures", "launch", "memory", "multiprocessing", "objects", "p2p", "parallel", "run", "sampler", "store", "testing", "algorithms", "optim"]
+)
+
+__all__ = [
+    # set-up
+    "is_available",
+    "init_process_group",
+    "destroy_process_group",
+    "is_initialized",
+    "is_torchelastic_launched",
+    "get_rank",
+    "get_world_size",
+    "get_node_local_rank",
+    "get_backend",
+    "get_backend_config",
+    "get_pg_count",
+    "set_timeout",
+    # groups
+    "ProcessGroup",
+    "group",
+    "GroupMember",
+    "GroupName",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+    "shrink_group",
+    "get_group_rank",
+    "get_global_rank",
+    "get_process_group_ranks",
+    "DeviceMesh",
+    "init_device_mesh",
+    # collectives
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_gather_v",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+    "all_reduce_coalesced",
+    "all_gather_coalesced",
+    "supports",
+    "supports_complex",
+    "empty",
+    # between two ranks
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "P2POp",
+    "batch_isend_irecv",
+    # objects
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "set_allow_pickle",
+    # values
+    "ReduceOp",
+    "reduce_op",
+    "Work",
+    "Future",
+    "AllreduceOptions",
+    "AllreduceCoalescedOptions",
+    "AllgatherOptions",
+    "AllToAllOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "GatherOptions",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    # errors
+    "DistError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "DistTimeoutError",
+    "DistStoreTimeoutError",
+    "PeerLostError",
+    "MismatchError",
+    "AbortedError",
+    "RefusedError",
+    "QueueEmptyError",
+    # stores
+    "Store",
+    "TCPStore",
+    "FileStore",
+    "HashStore",
+    "PrefixStore",
+    "rendezvous",
+    "register_rendezvous_handler",
+    # training
+    "DistributedDataParallel",
+    "DataParallel",
+    "GradientReducer",
+    "Parameter",
+    "GradBucket",
+    "DistributedSampler",
+    "spawn",
+    # backends and debugging
+    "Backend",
+    "BackendConfig",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_nccl_available",
+    "is_mpi_available",
+    "is_ucc_available",
+    "is_xccl_available",
+    "get_default_backend_for_device",
+    "DebugLevel",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    "default_pg_timeout",
+]
+
+
+def __getattr__(name):
+    home = _LAZY.get(name)
+    if home is not None:
+        value = getattr(importlib.import_module(home), name)
+        globals()[name] = value
+        return value
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"cdist.{name}")
+    raise AttributeError(f"module 'cdist' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(set(globals()) | set(_LAZY) | _LAZY_MODULES)

@@ -46,6 +46,7 @@ class DistError(RuntimeError):
     Attributes:
         rank: world rank at fault, or None.
         operation: name of the function that failed ("all_reduce"), or None.
+
     """
 
     def __init__(self, *args, rank: int | None = None, operation: str | None = None):
@@ -72,7 +73,9 @@ class DistStoreError(DistError):
 class DistTimeoutError(DistError, TimeoutError):
     """A deadline passed. The text names who did not come."""
 
-    def __new__(cls, *args, **fields):  # RuntimeError comes first in the order of bases but is not the larger object
+    def __new__(
+        cls, *args, **fields
+    ):  # RuntimeError comes first in the order of bases but is not the larger object
         return TimeoutError.__new__(cls, *args)
 
 

@@ -1,0 +1,346 @@
+#include "py/call.h"
+
+#include "py/args.h"
+#include "py/errors.h"
+#include "py/glue.h"
+#include "py/redop.h"
+#include "py/work.h"
+#include "simd/strided.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+int cd_py_call_begin(cd_py_call *call, cd_py_state *state, const char *function, PyObject *group, PyObject *is_async,
+                     PyObject *timeout)
+{
+    call->state = state;
+    call->function = function;
+    call->arrays = call->lists = 0;
+    call->is_typed = false;
+    call->scratch = call->counts[0] = call->counts[1] = NULL;
+    int truth = is_async && is_async != Py_False ? PyObject_IsTrue(is_async) : 0;
+    if (truth < 0)
+        return -1;
+    call->is_async = truth != 0;
+    int go = cd_py_group_get(state, group, function, &call->group);
+    if (go <= 0)
+        return go;
+    if (cd_py_timeout_ns(timeout, cd_group_timeout_ns(call->group->group), &call->timeout_ns) < 0) {
+        Py_DECREF(call->group);
+        return -1;
+    }
+    memset(&call->op, 0, sizeof call->op);
+    call->op.root = -1;
+    return 1;
+}
+
+/* ---------------------------------------------------------------------------------------------------------- arrays */
+
+static int check_kind(cd_py_call *call, const cd_py_array *array, const char *name)
+{
+    cd_op *op = &call->op;
+    if (!call->is_typed) {
+        call->is_typed = true;
+        op->dtype = array->dtype;
+        op->item_bytes = array->span.item_bytes;
+        op->device = array->device;
+        op->stream = array->stream;
+        return 0;
+    }
+    if (array->dtype != op->dtype || array->span.item_bytes != op->item_bytes) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: Invalid usage of tensors with different dtypes: found %s (%u bytes) and, in `%s`, %s (%u bytes)",
+                     call->function, cd_dtype_name(op->dtype), op->item_bytes, name, cd_dtype_name(array->dtype),
+                     array->span.item_bytes);
+        return -1;
+    }
+    if (array->device != op->device) {
+        PyErr_Format(PyExc_ValueError, "%s: the arrays lie on different devices (CPU and CUDA)", call->function);
+        return -1;
+    }
+    return 0;
+}
+
+cd_py_array *cd_py_call_array(cd_py_call *call, PyObject *object, const char *name, cd_py_use use)
+{
+    cd_py_array *array = &call->array[call->arrays];
+    if (cd_py_array_read(call->state, object, name, use, array) < 0)
+        return NULL;
+    if (check_kind(call, array, name) < 0) {
+        cd_py_array_release(array);
+        return NULL;
+    }
+    call->spans[call->arrays] = array->span;
+    call->arrays++;
+    return array;
+}
+
+static void free_list(cd_py_list *list)
+{
+    for (int i = 0; i < list->count; i++)
+        cd_py_array_release(&list->items[i]);
+    free(list->items);
+    free(list->spans);
+}
+
+static int read_items(cd_py_call *call, PyObject *sequence, const char *name, cd_py_use use, cd_py_list *list)
+{
+    int world = call->group->size;
+    list->items = malloc((size_t)world * sizeof *list->items);
+    list->spans = malloc((size_t)world * sizeof *list->spans);
+    if (!list->items || !list->spans) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int i = 0; i < world; i++) {
+        if (cd_py_array_read(call->state, PySequence_Fast_GET_ITEM(sequence, i), name, use, &list->items[i]) < 0)
+            return -1;
+        list->count = i + 1;
+        if (check_kind(call, &list->items[i], name) < 0)
+            return -1;
+        list->spans[i] = list->items[i].span;
+    }
+    return 0;
+}
+
+cd_py_list *cd_py_call_list(cd_py_call *call, PyObject *object, const char *name, cd_py_use use)
+{
+    if (!PyList_Check(object) && !PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError,
+                     "Invalid function argument. Expected parameter `%s` of type List[array], a list with one array for each "
+                     "rank, but got %s instead.",
+                     name, Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    Py_ssize_t given = PySequence_Fast_GET_SIZE(object);
+    if (given != call->group->size) {
+        PyErr_Format(PyExc_ValueError, "%s: parameter `%s` has %zd arrays, the group has %d ranks: one for each is needed",
+                     call->function, name, given, call->group->size);
+        return NULL;
+    }
+    cd_py_list *list = &call->list[call->lists];
+    *list = (cd_py_list){0};
+    call->lists++;
+    return read_items(call, object, name, use, list) < 0 ? NULL : list;
+}
+
+void cd_py_call_agree(cd_py_call *call, const cd_py_array *array)
+{
+    call->op.count = array->span.count;
+    call->op.ndim = array->ndim;
+    for (int i = 0; i < array->ndim && i < 8; i++)
+        call->op.shape[i] = array->shape[i];
+}
+
+int cd_py_call_reduction(cd_py_call *call, PyObject *op)
+{
+    if (cd_py_redop_read(call->state, op, &call->op.redop, &call->op.factor) < 0)
+        return -1;
+    if (cd_likely(cd_redop_supports(call->op.redop, call->op.dtype)))
+        return 0;
+    const char *name = cd_redop_name(call->op.redop);
+    if (cd_dtype_is_complex(call->op.dtype))
+        PyErr_Format(PyExc_TypeError, "%s does not support ReduceOp.%s on complex tensors (%s)", call->function, name,
+                     cd_dtype_name(call->op.dtype));
+    else if (call->op.dtype == CD_BYTES)
+        PyErr_Format(PyExc_TypeError,
+                     "%s: elements of this dtype (%u bytes each; dates, records, text or numbers of the other byte order) can be "
+                     "moved but not reduced",
+                     call->function, call->op.item_bytes);
+    else
+        PyErr_Format(PyExc_TypeError, "%s: Cannot use ReduceOp.%s with %s%s", call->function, name,
+                     cd_dtype_name(call->op.dtype),
+                     call->op.redop >= CD_BAND && call->op.redop <= CD_BXOR ? " (non-integral dtype)" : "");
+    return -1;
+}
+
+int cd_py_call_disjoint(const cd_py_call *call, const cd_py_array *in, const cd_py_array *out)
+{
+    if (!cd_py_array_overlaps(in, out))
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s: an input and an output share memory, which this operation does not allow",
+                 call->function);
+    return -1;
+}
+
+int cd_py_call_detach_input(cd_py_call *call, const cd_py_array *out)
+{
+    cd_span *span = &call->spans[0];
+    if (call->op.device != CD_CPU || !cd_py_array_overlaps(&call->array[0], out))
+        return 0;
+    call->scratch = malloc(span->count * span->item_bytes);
+    if (!call->scratch) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    cd_span_read(span, 0, span->count, call->scratch);
+    *span = (cd_span){.data = call->scratch, .count = span->count, .item_bytes = span->item_bytes};
+    return 0;
+}
+
+cd_blocks cd_py_blocks_of_span(cd_span *span)
+{
+    return (cd_blocks){.list = span, .spans = 1};
+}
+
+cd_blocks cd_py_blocks_of_list(const cd_py_list *list)
+{
+    return (cd_blocks){.list = list->spans, .spans = list->count};
+}
+
+/* ------------------------------------------------------------------------------------------------------------ end */
+
+static void release_call(cd_py_call *call)
+{
+    for (int i = 0; i < call->arrays; i++)
+        cd_py_array_release(&call->array[i]);
+    for (int i = 0; i < call->lists; i++)
+        free_list(&call->list[i]);
+    free(call->scratch);
+    free(call->counts[0]);
+    free(call->counts[1]);
+    Py_DECREF(call->group);
+}
+
+/* The GPU's backend is connected by the first operation on GPU memory; all ranks come here with it. */
+static cd_status open_device(cd_py_call *call, const cd_patience *patience)
+{
+    int index = call->arrays ? call->array[0].device_index : call->list[0].items[0].device_index;
+    return cd_group_open_device(call->group->group, call->op.device, index, false, patience);
+}
+
+static cd_status run_call(cd_py_call *call)
+{
+    cd_group *group = call->group->group;
+    cd_py_wait wait = {NULL, false};
+    cd_patience patience = {.deadline = cd_py_deadline(call->timeout_ns),
+                            .idle = cd_py_wait_idle,
+                            .idle_ctx = &wait,
+                            .spin = call->group->spin,
+                            .yields = call->group->yields};
+    bool quick = cd_group_is_quick(group, &call->op);
+    if (!quick)
+        cd_py_wait_detach(&wait);
+    cd_status status = CD_OK;
+    if (cd_unlikely(call->op.device != CD_CPU && !cd_group_backend(group, call->op.device)))
+        status = open_device(call, &patience);
+    if (cd_likely(status == CD_OK))
+        status = cd_group_run(group, &call->op, &patience);
+    cd_py_wait_end(&wait);
+    return status;
+}
+
+/* What an asynchronous operation needs until it is complete, beside the descriptions that the Work copies. */
+typedef struct {
+    PyObject *objects; /* tuple: the arrays, and what keeps their memory */
+    void *scratch;
+} pinned;
+
+static void free_pinned(void *owner)
+{
+    pinned *pin = owner;
+    PyObject *objects = pin->objects;
+    free(pin->scratch);
+    free(pin);
+    if (!Py_IsInitialized()) /* the interpreter is gone, and the arrays with it */
+        return;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF(objects);
+    PyGILState_Release(gil);
+}
+
+static void keep_object(PyObject *objects, Py_ssize_t *at, const cd_py_array *array)
+{
+    PyTuple_SET_ITEM(objects, (*at)++, Py_NewRef(array->object));
+    PyTuple_SET_ITEM(objects, (*at)++, Py_NewRef(array->keep ? array->keep : Py_None));
+}
+
+static PyObject *collect_objects(const cd_py_call *call)
+{
+    Py_ssize_t count = call->arrays;
+    for (int i = 0; i < call->lists; i++)
+        count += call->list[i].count;
+    PyObject *objects = PyTuple_New(2 * count);
+    Py_ssize_t at = 0;
+    for (int i = 0; objects && i < call->arrays; i++)
+        keep_object(objects, &at, &call->array[i]);
+    for (int i = 0; objects && i < call->lists; i++)
+        for (int j = 0; j < call->list[i].count; j++)
+            keep_object(objects, &at, &call->list[i].items[j]);
+    return objects;
+}
+
+static pinned *pin_call(cd_py_call *call)
+{
+    pinned *pin = malloc(sizeof *pin);
+    PyObject *objects = pin ? collect_objects(call) : NULL;
+    if (!objects) {
+        free(pin);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    *pin = (pinned){objects, call->scratch};
+    call->scratch = NULL;
+    return pin;
+}
+
+static PyObject *list_of(PyObject *outputs)
+{
+    if (!outputs)
+        return PyList_New(0);
+    if (PyList_Check(outputs) || PyTuple_Check(outputs))
+        return PySequence_List(outputs);
+    PyObject *list = PyList_New(1);
+    if (list)
+        PyList_SET_ITEM(list, 0, Py_NewRef(outputs));
+    return list;
+}
+
+static PyObject *issue_call(cd_py_call *call, PyObject *outputs)
+{
+    int device = -1;
+    cd_status status = CD_OK;
+    if (call->op.device != CD_CPU) {
+        device = call->arrays ? call->array[0].device_index : call->list[0].items[0].device_index;
+        if (!cd_group_backend(call->group->group, call->op.device)) {
+            cd_py_wait wait;
+            cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(call->timeout_ns), 1);
+            cd_py_wait_detach(&wait);
+            status = open_device(call, &patience);
+            cd_py_wait_end(&wait);
+        }
+    }
+    PyObject *list = status == CD_OK ? list_of(outputs) : NULL;
+    pinned *pin = list ? pin_call(call) : NULL;
+    cd_work *work = NULL;
+    if (pin) {
+        status = cd_group_issue(call->group->group, &call->op, call->timeout_ns, &work);
+        if (status != CD_OK)
+            free_pinned(pin);
+        else
+            cd_work_set_owner(work, pin, free_pinned);
+    }
+    if (!work)
+        Py_XDECREF(list);
+    if (status != CD_OK)
+        return cd_py_raise_from(call->state, status, call->function);
+    return work ? cd_py_work_new(call->state, work, call->group, call->function, list, device) : NULL;
+}
+
+PyObject *cd_py_call_end(cd_py_call *call, PyObject *outputs, bool ok)
+{
+    PyObject *result = NULL;
+    if (cd_likely(ok)) {
+        if (call->is_async) {
+            result = issue_call(call, outputs);
+        } else {
+            cd_status status = run_call(call);
+            if (cd_likely(status == CD_OK))
+                result = Py_NewRef(Py_None);
+            else
+                cd_py_raise_from(call->state, status, call->function);
+        }
+    }
+    release_call(call);
+    return result;
+}

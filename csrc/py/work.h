@@ -1,0 +1,15 @@
+/* Work: the shell around cd_work. */
+#ifndef CD_PY_WORK_H
+#define CD_PY_WORK_H
+
+#include "py/group.h"
+
+#include "group/work.h"
+
+int cd_py_work_add(PyObject *module);
+/* Takes over one reference of `work`, on failure too. `outputs`: a new reference to the list that result() returns, stolen.
+ * `device_index`: the GPU of the arrays, −1 on the CPU. */
+PyObject *cd_py_work_new(cd_py_state *state, cd_work *work, cd_py_group *group, const char *function, PyObject *outputs,
+                         int device_index);
+
+#endif

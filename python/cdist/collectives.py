@@ -1,0 +1,226 @@
+"""The collectives. Those that move arrays are C functions of cdist._core; those made of several calls stand here."""
+
+import contextlib
+import warnings
+
+from cdist import _core
+from cdist._core import (
+    _all_gather_base,
+    _reduce_scatter_base,
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
+from cdist.constants import ReduceOp
+
+__all__ = [
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_gather_v",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+    "all_reduce_coalesced",
+    "all_gather_coalesced",
+    "_coalescing_manager",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+]
+
+all_gather_single = all_gather_into_tensor
+reduce_scatter_single = reduce_scatter_tensor
+
+
+def _member(group, function):
+    """Returns the group meant, or None after a warning when the caller is not in it."""
+    if group is None:
+        group = _core._get_default_group()
+        if group is None:
+            raise ValueError(
+                "Default process group has not been initialized, please make sure to call init_process_group."
+            )
+    if isinstance(group, int):
+        world = _core._get_default_group()
+        rank = world.rank() if world is not None else -1
+        warnings.warn(
+            f"Running {function} on global rank {rank} which does not belong to the given group.",
+            stacklevel=3,
+        )
+        return None
+    return group
+
+
+def monitored_barrier(group=None, timeout=None, wait_all_ranks=False) -> None:
+    """Return when all ranks have called it, or raises on all of them, naming the ranks that did not.
+
+    Args:
+        group: the ranks that take part; None is the default group.
+        timeout: seconds or timedelta; None is the group's.
+        wait_all_ranks: wait until the end of the time and name all missing ranks, not only the first.
+
+    Raises:
+        DistTimeoutError: "Rank N failed to pass monitoredBarrier in T ms".
+
+    """
+    group = _member(group, "monitored_barrier")
+    if group is not None:
+        group._monitored_barrier(timeout, wait_all_ranks)
+
+
+def _like(tensor, shape):
+    """A new array of the kind and dtype of `tensor`."""
+    if hasattr(tensor, "new_empty"):
+        return tensor.new_empty(shape)
+    if type(tensor).__module__.partition(".")[0] == "cupy":
+        import cupy
+
+        return cupy.empty(shape, tensor.dtype)
+    import numpy
+
+    return numpy.empty(shape, numpy.asarray(tensor).dtype)
+
+
+def all_gather_v(tensor, group=None, timeout=None) -> list:
+    """Gather arrays whose shapes may differ between ranks and need not be known before.
+
+    Args:
+        tensor: any shape; the same dtype on all ranks.
+        group: the ranks that take part; None is the default group.
+        timeout: of each of the two steps; seconds or timedelta; None is the group's.
+
+    Returns:
+        A list with the array of each rank, of the kind of `tensor` (NumPy, torch, CuPy).
+
+    Raises:
+        ValueError: dtypes differ; on all ranks.
+
+    """
+    from cdist.objects import all_gather_object
+
+    group = _member(group, "all_gather_v")
+    if group is None:
+        return []
+    seen = [None] * group.size()
+    all_gather_object(seen, (str(tensor.dtype).rpartition(".")[2], tuple(tensor.shape)), group=group)
+    if len({dtype for dtype, _ in seen}) > 1:
+        raise ValueError(
+            f"Invalid usage of tensors with different dtypes: found {', '.join(d for d, _ in seen)}"
+        )
+    outputs = [_like(tensor, shape) for _, shape in seen]
+    all_gather(outputs, tensor, group=group, timeout=timeout)
+    return outputs
+
+
+def _join_futures(works, value):
+    from cdist.futures import Future
+
+    result = Future()
+    left = [len(works)]
+    if not works:
+        result.set_result(value)
+
+    def one_done(future):
+        left[0] -= 1
+        if left[0] == 0:
+            try:
+                for work in works:
+                    work.wait()
+            except Exception as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+
+    for work in works:
+        work.get_future().add_done_callback(one_done)
+    return result
+
+
+def all_reduce_coalesced(tensors, op=ReduceOp.SUM, group=None, async_op=False):
+    """Reduce several arrays, each in place. With ``async_op`` returns a Future of the list.
+
+    Args:
+        tensors: a list of arrays of one dtype and device.
+        op: as in all_reduce.
+        group: the ranks that take part; None is the default group.
+        async_op: return at once.
+
+    """
+    if not isinstance(tensors, (list, tuple)):
+        tensors = [tensors]
+    group = _member(group, "all_reduce_coalesced")
+    if group is None:
+        return None
+    works = [all_reduce(tensor, op, group, True) for tensor in tensors]
+    if async_op:
+        return _join_futures(works, list(tensors))
+    for work in works:
+        work.wait()
+    return None
+
+
+def all_gather_coalesced(output_tensor_lists, input_tensor_list, group=None, async_op=False):
+    """Gathers several arrays: ``output_tensor_lists[rank][i]`` becomes the i-th input of that rank.
+
+    With ``async_op`` returns a Future.
+    """
+    group = _member(group, "all_gather_coalesced")
+    if group is None:
+        return None
+    if not isinstance(input_tensor_list, (list, tuple)) or not isinstance(output_tensor_lists, (list, tuple)):
+        raise TypeError("all_gather_coalesced: expected lists of arrays")
+    if any(len(outputs) != len(input_tensor_list) for outputs in output_tensor_lists):
+        raise ValueError("all_gather_coalesced: every output list must be as long as the list of inputs")
+    works = [
+        all_gather([outputs[i] for outputs in output_tensor_lists], tensor, group, True)
+        for i, tensor in enumerate(input_tensor_list)
+    ]
+    if async_op:
+        return _join_futures(works, output_tensor_lists)
+    for work in works:
+        work.wait()
+    return None
+
+
+class _CoalescingManager:
+    """What ``_coalescing_manager`` yields."""
+
+    def __init__(self):
+        self.works = []
+
+    def append(self, work):
+        """Add a Work to wait for."""
+        if work is not None:
+            self.works.append(work)
+
+    def wait(self):
+        """Waits for what was added."""
+        for work in self.works:
+            work.wait()
+
+
+@contextlib.contextmanager
+def _coalescing_manager(group=None, device=None, async_ops=False):
+    """Mark operations that belong together. They run as they are called: none of them is slower for it on the CPU."""
+    manager = _CoalescingManager()
+    yield manager
+    if not async_ops:
+        manager.wait()

@@ -1,0 +1,206 @@
+"""Reductions, time limits, debug levels and the option structures of torch.distributed."""
+
+import enum
+import os
+import warnings
+from datetime import timedelta
+
+from cdist import _core
+
+default_pg_timeout = timedelta(minutes=30)
+"""Default time limit of operations."""
+default_pg_nccl_timeout = timedelta(minutes=10)
+"""The same for a backend that is exactly "nccl"."""
+
+
+class RedOpType(enum.IntEnum):
+    """Numbers of the reductions (torch's)."""
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+    PREMUL_SUM = 8
+
+    def __str__(self):
+        return f"RedOpType.{self.name}"
+
+    @property
+    def op(self):
+        """Itself."""
+        return self
+
+
+class _ReduceOpMeta(type):
+    def __instancecheck__(cls, thing):  # ReduceOp.SUM is a RedOpType, and yet a ReduceOp
+        return isinstance(thing, RedOpType) or type.__instancecheck__(cls, thing)
+
+
+class ReduceOp(_core.ReduceOp, metaclass=_ReduceOpMeta):
+    """A reduction: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``, ``BOR``, ``BXOR``, ``PREMUL_SUM``.
+
+    ``ReduceOp(op, factor)`` carries the factor of ``PREMUL_SUM``: every input is multiplied by it before the sum.
+    """
+
+    RedOpType = RedOpType
+    SUM = RedOpType.SUM
+    AVG = RedOpType.AVG
+    PRODUCT = RedOpType.PRODUCT
+    MIN = RedOpType.MIN
+    MAX = RedOpType.MAX
+    BAND = RedOpType.BAND
+    BOR = RedOpType.BOR
+    BXOR = RedOpType.BXOR
+    PREMUL_SUM = RedOpType.PREMUL_SUM
+
+    @property
+    def op(self) -> RedOpType:
+        """The reduction without its factor."""
+        return RedOpType(self._number)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __str__(self):
+        return str(self.op)
+
+    def __repr__(self):
+        factor = f", factor={self.factor}" if self.op == RedOpType.PREMUL_SUM else ""
+        return f"<ReduceOp {self.op}{factor}>"
+
+
+def _make_nccl_premul_sum(factor: float) -> ReduceOp:
+    """Return the reduction that multiplies every input by ``factor`` and sums; on every device."""
+    return ReduceOp(ReduceOp.PREMUL_SUM, factor)
+
+
+class _DeprecatedReduceOp:
+    """``reduce_op.SUM`` and so on, the names before ReduceOp."""
+
+    def __getattr__(self, name):
+        if name not in RedOpType.__members__:
+            raise AttributeError(name)
+        warnings.warn("`reduce_op` is deprecated, please use `ReduceOp` instead", FutureWarning, stacklevel=2)
+        return RedOpType[name]
+
+
+reduce_op = _DeprecatedReduceOp()
+
+
+def supports_complex(op) -> bool:
+    """Return whether the reduction is defined for complex numbers."""
+    return _core._reduces(op, "complex64")
+
+
+_MOVES = frozenset(
+    ["broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "barrier"]
+)
+_REDUCTIONS = frozenset(
+    ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"]
+)
+
+
+def supports(op, dtype, device="cpu") -> bool:
+    """Returns whether an operation is offered for a dtype on a device.
+
+    Args:
+        op: a ReduceOp (for the reducing operations), or the name of an operation ("broadcast").
+        dtype: anything that numpy.dtype takes, a torch dtype, or a name ("bfloat16").
+        device: "cpu" or "cuda".
+
+    """
+    kind = str(getattr(device, "type", device)).partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, not {device!r}")
+    if isinstance(op, str):
+        if op in _MOVES:
+            return True
+        if op not in _REDUCTIONS:
+            raise ValueError(f"unknown operation {op!r}")
+        op = ReduceOp.SUM
+    if not _core._reduces(op, dtype):
+        return False
+    if kind == "cuda":
+        wide = str(dtype).rpartition(".")[2] in ("longdouble", "float128", "clongdouble", "complex256")
+        return not wide and int(ReduceOp(op).op) not in (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR)
+    return True
+
+
+class DebugLevel(enum.IntEnum):
+    """How much is checked and said."""
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+def _level_from_env() -> DebugLevel:
+    name = os.environ.get("TORCH_DISTRIBUTED_DEBUG") or os.environ.get("CDIST_DEBUG") or "OFF"
+    try:
+        return DebugLevel[name.upper()]
+    except KeyError:
+        raise ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL.") from None
+
+
+_debug_level = _level_from_env()
+
+
+def get_debug_level() -> DebugLevel:
+    """Return the debug level, at first the one of the environment (TORCH_DISTRIBUTED_DEBUG, CDIST_DEBUG)."""
+    return _debug_level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Sets the debug level."""
+    global _debug_level
+    _debug_level = DebugLevel(level)
+
+
+def set_debug_level_from_env() -> None:
+    """Set the debug level from the environment again."""
+    set_debug_level(_level_from_env())
+
+
+class _Options:
+    """A structure of torch's low-level calls: attributes with defaults, given by keyword or set later."""
+
+    _fields: dict = {}
+
+    def __init__(self, **fields):
+        unknown = fields.keys() - self._fields.keys()
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__}() got an unexpected keyword argument {sorted(unknown)[0]!r}"
+            )
+        for name, default in self._fields.items():
+            setattr(self, name, fields.get(name, default))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+
+
+_UNSET = timedelta(milliseconds=-1)  # "the group's"
+
+
+def _options(name, **fields):
+    return type(name, (_Options,), {"_fields": {**fields, "timeout": _UNSET, "asyncOp": True},
+                                    "__module__": __name__, "__doc__": f"Options of {name[:-7]}."})  # fmt: skip
+
+
+AllreduceOptions = _options("AllreduceOptions", reduceOp=ReduceOp.SUM, sparseIndices=None)
+AllreduceCoalescedOptions = _options("AllreduceCoalescedOptions", reduceOp=ReduceOp.SUM)
+BroadcastOptions = _options("BroadcastOptions", rootRank=0, rootTensor=0)
+ReduceOptions = _options("ReduceOptions", reduceOp=ReduceOp.SUM, rootRank=0, rootTensor=0)
+AllgatherOptions = _options("AllgatherOptions")
+GatherOptions = _options("GatherOptions", rootRank=0)
+ScatterOptions = _options("ScatterOptions", rootRank=0)
+ReduceScatterOptions = _options("ReduceScatterOptions", reduceOp=ReduceOp.SUM)
+AllToAllOptions = _options("AllToAllOptions")
+BarrierOptions = _options("BarrierOptions", device_ids=None, device=None)

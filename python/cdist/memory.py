@@ -1,0 +1,44 @@
+"""Arrays in memory that all ranks of a host share."""
+
+import math
+
+import numpy
+
+from cdist import _core
+
+__all__ = ["empty"]
+
+
+def empty(shape, dtype="float32", group=None) -> numpy.ndarray:
+    """Return an uninitialised C-contiguous NumPy array in the host's shared arena.
+
+    Collectives run on such arrays in place, without staging: two to three times as fast as on ordinary memory. Each rank
+    allocates its own; for the fast way all ranks of the host must have made the same calls of ``empty`` in the same order.
+    Other ranks do not see the values except through collectives. Where there is no arena (one rank, other hosts only,
+    CDIST_ARENA_BYTES=0) this is ``numpy.empty``. ``torch.from_numpy`` makes a tensor of it.
+
+    Args:
+        shape: an int or a tuple of ints.
+        dtype: anything that numpy.dtype takes, without Python objects.
+        group: whose host's arena; None is the default group's.
+
+    Raises:
+        ValueError: there is no default group.
+        MemoryError: the arena is full.
+
+    """
+    dtype = numpy.dtype(dtype)
+    if dtype.hasobject:
+        raise TypeError(f"Python objects cannot lie in shared memory (dtype {dtype})")
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    if group is None:
+        group = _core._get_default_group()
+        if group is None:
+            raise ValueError(
+                "Default process group has not been initialized, please make sure to call init_process_group."
+            )
+    count = math.prod(shape)
+    block = _core._arena_block(group, count * dtype.itemsize) if count and dtype.itemsize else None
+    if block is None:
+        return numpy.empty(shape, dtype)
+    return numpy.frombuffer(block, dtype, count).reshape(shape)
