@@ -22,7 +22,9 @@
     X(block_type)                                                                       \
     X(store_type)                                                                       \
     X(sampler_type)                                                                     \
-    X(reducer_type)
+    X(reducer_type)                                                                     \
+    X(bucket_buffer_type)                                                               \
+    X(gradient_hook_type)
 
 typedef struct {
 #define X(name) PyObject *name;
