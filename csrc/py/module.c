@@ -7,7 +7,6 @@
 #include "py/errors.h"
 #include "py/group.h"
 #include "py/redop.h"
-#include "py/reducer.h"
 #include "py/sampler.h"
 #include "py/work.h"
 
@@ -50,7 +49,6 @@ static int execute(PyObject *module)
         cd_py_moves_add,
         cd_py_p2p_add,
         cd_py_arena_add,
-        cd_py_reducer_add,
         cd_py_sampler_add,
     };
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)

@@ -22,9 +22,7 @@
     X(block_type)                                                                       \
     X(store_type)                                                                       \
     X(sampler_type)                                                                     \
-    X(reducer_type)                                                                     \
-    X(bucket_buffer_type)                                                               \
-    X(gradient_hook_type)
+    X(reducer_type)
 
 typedef struct {
 #define X(name) PyObject *name;

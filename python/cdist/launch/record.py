@@ -1,10 +1,8 @@
 """@record: leaves a worker's exception where its launcher looks for it."""
 
 import functools
-import json
 import os
 import time
-import traceback
 
 
 def record(fn=None, error_handler=None):
@@ -33,6 +31,8 @@ def write_error(error):
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    import json  # here, since the launcher imports this module and is to start quickly
+    import traceback
     callstack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), "time": time.time()}
     text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
@@ -45,6 +45,7 @@ def write_error(error):
 
 def read_error(path):
     """Return (time in seconds, traceback) from a file of `record`, cdist's or torch's, or None."""
+    import json
     try:
         with open(path) as file:
             message = json.load(file)["message"]

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import time
 
+# A process in the middle of a device or network file system call may not die at once, or ever.
+KILL_SECONDS = 5.0
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -74,17 +77,19 @@ class Worker:
             os.killpg(self.pid, number)
 
     def reap(self):
-        """Kill what is left of the group and collect the leader. Blocks only for as long as SIGKILL takes."""
+        """Kill what is left of the group and collect the leader; one that the kernel holds fast is left."""
         if self._process is None:
             return
-        running = self.is_running()
         self.send(signal.SIGKILL)
-        self._guard.remove(self.pid)
-        _, _, usage = os.wait4(self.pid, 0)
-        self.peak_bytes = usage.ru_maxrss * 1024
-        if running:
-            self.returncode = -signal.SIGKILL
-            self.ended_at = time.time()
+        end = time.monotonic() + KILL_SECONDS
+        while self.is_running() and time.monotonic() < end:
+            time.sleep(0.001)
+        if self.is_running():
+            self.returncode, self.ended_at = -signal.SIGKILL, time.time()
+        else:
+            self._guard.remove(self.pid)
+            _, _, usage = os.wait4(self.pid, 0)
+            self.peak_bytes = usage.ru_maxrss * 1024
         self._process.returncode = self.returncode      # else its destructor would wait for the number
         self._process = None
         if self.exit_descriptor is not None:

@@ -1,0 +1,22 @@
+"""The command cdistrun."""
+
+import sys
+
+from cdist.launch import agent, options
+
+
+def main(argv=None):
+    """Run a command line (default: the process' own); returns the exit code, 2 if it is not understood."""
+    try:
+        parsed = options.parse(sys.argv[1:] if argv is None else argv)
+    except options.OptionError as error:
+        print(f"cdistrun: {error}", file=sys.stderr)
+        return 2
+    try:
+        return agent.run(parsed)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

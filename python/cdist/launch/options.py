@@ -1,0 +1,211 @@
+"""The command line of cdistrun: torchrun's flags, each also from the environment as PET_<NAME>."""
+
+import argparse
+import os
+import signal
+import sys
+
+STREAMS = {"stdout": 1, "stderr": 2}
+
+
+class OptionError(ValueError):
+    """A command line that cannot be carried out; the text says what to change."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise OptionError(message)
+
+
+def _add(parser, name, **kw):
+    """Add an option under its hyphen and underscore names, with its default from PET_<NAME>."""
+    long = "--" + name
+    names = [*kw.pop("short", []), long] + (["--" + name.replace("-", "_")] if "-" in name else [])
+    from_env = os.environ.get("PET_" + name.replace("-", "_").upper())
+    if from_env is not None:
+        is_flag = kw.get("action") == "store_true"
+        kw["default"] = from_env.lower() not in ("", "0", "false") if is_flag else from_env
+    parser.add_argument(*names, **kw)
+
+
+def _parser():
+    parser = _Parser(prog="cdistrun", allow_abbrev=False,
+                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                     description="Start one process a rank, watch over them and end the job as one.",
+                     epilog="example: cdistrun --nproc-per-node 4 train.py --epochs 3")
+    add = lambda name, **kw: _add(parser, name, **kw)  # noqa: E731
+    add("nnodes", default="1", help="number of nodes (hosts)")
+    add("nproc-per-node", default="1", help="processes on each node: a number, cpu, gpu or auto")
+    add("node-rank", default=None, type=int, help="this node's number, 0 … nnodes − 1")
+    add("master-addr", default=None, help="address of node 0 (127.0.0.1)")
+    add("master-port", default=None, type=int, help="port of node 0 (29500; a free one for one node)")
+    add("local-addr", default=None, help="address that this node's ranks tell the others")
+    add("standalone", action="store_true", help="one node, a free port")
+    add("rdzv-backend", default="static", help="static, or c10d: nodes number themselves at the endpoint")
+    add("rdzv-endpoint", default="", help="host[:port] (29400)")
+    add("rdzv-id", default="none", help="name of the job")
+    add("rdzv-conf", default="", help="timeout=900,keep_alive_interval=5,keep_alive_max_attempt=3")
+    add("max-restarts", default=0, type=int, help="how often all workers are started again after a failure")
+    add("monitor-interval", default=0.1, type=float, help="seconds between looks without kernel events")
+    add("start-method", default="spawn", help="accepted for torchrun's sake")
+    add("event-log-handler", default="null", help="accepted for torchrun's sake")
+    add("role", default="default", help="name of the workers' role")
+    add("module", short=["-m"], action="store_true", help="the script is a module, as in python -m")
+    add("no-python", action="store_true", help="the script is a program of its own")
+    add("run-path", action="store_true", help="run the script with runpy.run_path")
+    add("log-dir", default=None, help="keep stdout.log and stderr.log of each rank there")
+    add("redirects", short=["-r"], default="0", help="to log files only: 1 stdout, 2 stderr, 3 both")
+    add("tee", short=["-t"], default="0", help="to log files and, with a prefix, to the console")
+    add("log-line-prefix-template", default="", help="${role_name} ${local_rank} ${rank} ${hostname}")
+    add("local-ranks-filter", default="", help="local ranks that are shown on the console, by comma")
+    add("virtual-local-rank", action="store_true", help="each worker sees one GPU and is local rank 0")
+    add("bind", default="none", choices=["none", "core", "numa"], help="cores of each worker")
+    add("numa-binding", default=None, help="torchrun's name of --bind numa")
+    add("signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", help="signals that end the job")
+    add("shutdown-timeout", default=30.0, type=float, help="seconds from SIGTERM to SIGKILL")
+    parser.add_argument("script", help="the program to run")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def parse(argv):
+    """Return the options of a command line as an object. Errors: OptionError."""
+    options = _parser().parse_args(argv)
+    if options.numa_binding is not None:
+        options.bind = "numa"
+    options.local_size = _local_size(options.nproc_per_node)
+    _settle_nodes(options)
+    if options.no_python and (options.module or options.run_path):
+        raise OptionError("--no-python goes with neither --module nor --run-path")
+    if options.max_restarts < 0 or options.shutdown_timeout < 0 or options.monitor_interval <= 0:
+        raise OptionError("--max-restarts, --shutdown-timeout and --monitor-interval should not be negative")
+    options.redirects = _per_rank(options.redirects, options.local_size, "--redirects")
+    options.tee = _per_rank(options.tee, options.local_size, "--tee")
+    options.signals = [_signal(name) for name in options.signals_to_handle.split(",") if name]
+    options.shown = _shown(options.local_ranks_filter, options.local_size)
+    return options
+
+
+def _local_size(text):
+    cores = len(os.sched_getaffinity(0))
+    if text.isdigit() and int(text) > 0:
+        return int(text)
+    if text == "cpu":
+        return cores
+    if text in ("gpu", "auto"):
+        gpus = count_gpus()
+        if text == "gpu" and not gpus:
+            raise OptionError("--nproc-per-node gpu: Cuda is not available.")
+        return gpus or cores
+    raise OptionError(f"Unsupported nproc_per_node value: {text}")
+
+
+def count_gpus():
+    """Count the NVIDIA GPUs that a worker would see, without loading a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+
+
+def _settle_nodes(options):
+    if options.standalone:
+        options.nnodes, options.node_rank, options.rdzv_endpoint, options.rdzv_backend = "1", 0, "", "static"
+        options.master_addr = options.master_port = None
+    least, _, most = options.nnodes.partition(":")
+    if not least.isdigit() or int(least) < 1 or (most and not most.isdigit()):
+        raise OptionError(f"--nnodes should be a positive number, not {options.nnodes!r}")
+    if most and most != least:
+        raise OptionError(f"--nnodes {options.nnodes}: a job with a changing number of nodes is not offered; "
+                          "give one number")
+    options.nnodes = int(least)
+    if options.rdzv_backend not in ("static", "c10d"):
+        raise OptionError(f"--rdzv-backend should be static or c10d, not {options.rdzv_backend!r}")
+    options.dynamic = options.rdzv_backend == "c10d" and options.nnodes > 1
+    host, port = _endpoint(options.rdzv_endpoint, 29400 if options.rdzv_backend == "c10d" else 29500)
+    options.master_addr = options.master_addr or host or "127.0.0.1"
+    if options.master_port is None:
+        options.master_port = port if host else 0 if options.nnodes == 1 else 29500
+    if not 0 <= options.master_port <= 65535:
+        raise OptionError(f"--master-port should be 0 to 65535, not {options.master_port}")
+    if options.nnodes > 1 and options.master_port == 0:
+        raise OptionError("--master-port 0 is for one node: the others could not know the port")
+    if options.dynamic and not host:
+        raise OptionError("--rdzv-backend c10d with several nodes needs --rdzv-endpoint HOST:PORT")
+    if options.node_rank is None:
+        options.node_rank = 0
+    if not 0 <= options.node_rank < options.nnodes:
+        raise OptionError(f"--node-rank should be 0 to {options.nnodes - 1}, not {options.node_rank}")
+    _read_conf(options)
+
+
+def _endpoint(text, default_port):
+    """Return (host, port) of "host:port", "host", "[::1]:port"; ("", default) for ""."""
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]")
+        port = port.removeprefix(":")
+    elif text.count(":") > 1:
+        host, port = text, ""
+    else:
+        host, _, port = text.partition(":")
+    if port and not port.isdigit():
+        raise OptionError(f"--rdzv-endpoint should be HOST:PORT, not {text!r}")
+    return host, int(port) if port else default_port
+
+
+def _read_conf(options):
+    """Set `timeout` (to reach node 0) and `lost_after` (a launcher without sign of life), in seconds."""
+    values = dict(part.partition("=")[::2] for part in options.rdzv_conf.split(",") if part)
+    try:
+        options.timeout = float(values.get("timeout", values.get("join_timeout", 900)))
+        interval = float(values.get("keep_alive_interval", 5))
+        options.lost_after = interval * float(values.get("keep_alive_max_attempt", 3))
+    except ValueError:
+        raise OptionError(f"--rdzv-conf: times should be numbers of seconds: {options.rdzv_conf!r}") from None
+
+
+def _per_rank(text, local_size, name):
+    """Return the set of streams for each local rank: of "3" or "0:1,1:2"."""
+    masks = [0] * local_size
+    try:
+        if text in ("0", "1", "2", "3"):
+            masks = [int(text)] * local_size
+        else:
+            for part in text.split(","):
+                rank, mask = (int(number) for number in part.split(":"))
+                if not 0 <= rank < local_size or not 0 <= mask <= 3:
+                    raise ValueError
+                masks[rank] = mask
+    except ValueError:
+        raise OptionError(f"{name} should be 0 to 3, or LOCAL_RANK:0-3 by comma, not {text!r}") from None
+    return [{stream for stream, bit in STREAMS.items() if mask & bit} for mask in masks]
+
+
+def _signal(name):
+    number = getattr(signal, name.strip(), None)
+    if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP):
+        raise OptionError(f"--signals-to-handle: {name!r} is no signal that a process can handle")
+    return number
+
+
+def _shown(text, local_size):
+    try:
+        return {int(part) for part in text.split(",") if part} if text else set(range(local_size))
+    except ValueError:
+        raise OptionError(f"--local-ranks-filter should be local ranks by comma, not {text!r}") from None
+
+
+def command(options, local_rank):
+    """Return the argv of a worker."""
+    script = options.script
+    args = [arg.replace("${local_rank}", str(local_rank)) for arg in options.script_args]
+    if options.no_python:
+        return [script, *args]
+    python = [os.environ.get("PYTHON_EXEC", sys.executable), "-u"]
+    if options.run_path:
+        run = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        return [*python, "-c", run, script, *args]
+    return [*python, "-m", script, *args] if options.module else [*python, script, *args]
