@@ -1,6 +1,6 @@
 #include "py/array.h"
 
-#include "py/dlpack.h"
+#include "py/array_impl.h"
 #include "simd/strided.h"
 
 #include <numpy/arrayobject.h>
@@ -9,7 +9,7 @@
 
 /* ------------------------------------------------------------------------------------------------- element types */
 
-static cd_dtype dtype_of_family(char family, size_t bytes)
+cd_dtype cd_py_dtype_of_family(char family, size_t bytes)
 {
     static const cd_dtype signed_of[] = {[1] = CD_INT8, [2] = CD_INT16, [4] = CD_INT32, [8] = CD_INT64};
     static const cd_dtype unsigned_of[] = {[1] = CD_UINT8, [2] = CD_UINT16, [4] = CD_UINT32, [8] = CD_UINT64};
@@ -50,7 +50,7 @@ static cd_dtype dtype_of_descr(const PyArray_Descr *descr, size_t bytes, bool *s
     if (*swapped_p)
         return CD_BYTES;
     if (descr->type_num < NPY_USERDEF)
-        return dtype_of_family(descr->kind, bytes);
+        return cd_py_dtype_of_family(descr->kind, bytes);
     return dtype_of_name(descr->typeobj->tp_name);
 }
 
@@ -65,42 +65,15 @@ static int refuse_objects(PyArray_Descr *descr, const char *name)
     return -1;
 }
 
-static int dtype_of_dlpack(cd_dl_dtype dl, const char *name, cd_py_array *out)
-{
-    unsigned bits = (unsigned)dl.bits * dl.lanes;
-    if (bits == 0 || bits % 8 != 0) {
-        PyErr_Format(PyExc_TypeError, "parameter `%s` has elements of %u bits: only whole bytes can be sent", name, bits);
-        return -1;
-    }
-    size_t bytes = bits / 8;
-    out->span.item_bytes = (uint32_t)bytes;
-    out->dtype = CD_BYTES;
-    if (dl.lanes != 1)
-        return 0;
-    switch (dl.code) {
-    case CD_DL_INT: out->dtype = dtype_of_family('i', bytes); break;
-    case CD_DL_UINT: out->dtype = dtype_of_family('u', bytes); break;
-    case CD_DL_FLOAT: out->dtype = dtype_of_family('f', bytes); break;
-    case CD_DL_COMPLEX: out->dtype = dtype_of_family('c', bytes); break;
-    case CD_DL_BOOL: out->dtype = dtype_of_family('b', bytes); break;
-    case CD_DL_BFLOAT: out->dtype = bytes == 2 ? CD_BFLOAT16 : CD_BYTES; break;
-    case CD_DL_FLOAT8_E4M3FN: out->dtype = CD_FLOAT8_E4M3FN; break;
-    case CD_DL_FLOAT8_E5M2: out->dtype = CD_FLOAT8_E5M2; break;
-    default: break;
-    }
-    return 0;
-}
-
 /* --------------------------------------------------------------------------------------------------------- layout */
 
-static int refuse_dims(const char *name, int ndim)
+int cd_py_array_refuse_dims(const char *name, int ndim)
 {
     PyErr_Format(PyExc_ValueError, "parameter `%s` has %d dimensions, at most %d are supported", name, ndim, CD_MAX_DIMS);
     return -1;
 }
 
-/* Sets count and, unless the elements lie in C order without gaps, dims. Strides are in units of `unit` bytes. */
-static void set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t unit)
+void cd_py_array_set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t unit)
 {
     size_t count = 1;
     bool packed = true;
@@ -169,129 +142,8 @@ static int read_numpy(PyArrayObject *array, const char *name, cd_py_array *out)
     int64_t strides[CD_MAX_DIMS];
     for (int i = 0; i < ndim; i++)
         strides[i] = PyArray_STRIDES(array)[i];
-    set_layout(out, strides, 1);
+    cd_py_array_set_layout(out, strides, 1);
     return 0;
-}
-
-static int read_dl_tensor(const cd_dl_tensor *dl, const char *name, cd_py_array *out)
-{
-    if (dl->ndim > CD_MAX_DIMS)
-        return refuse_dims(name, dl->ndim);
-    switch (dl->device.device_type) {
-    case CD_DL_CPU:
-    case CD_DL_CUDA_HOST: out->device = CD_CPU; break;
-    case CD_DL_CUDA:
-    case CD_DL_CUDA_MANAGED: out->device = CD_CUDA; break;
-    default:
-        PyErr_Format(PyExc_TypeError, "parameter `%s` lies on a device of DLPack's kind %d: only CPU and CUDA are supported",
-                     name, (int)dl->device.device_type);
-        return -1;
-    }
-    if (dtype_of_dlpack(dl->dtype, name, out) < 0)
-        return -1;
-    out->device_index = dl->device.device_id;
-    out->span.data = (char *)dl->data + dl->byte_offset;
-    out->ndim = dl->ndim;
-    for (int i = 0; i < dl->ndim; i++)
-        out->shape[i] = dl->shape[i];
-    set_layout(out, dl->strides, (ptrdiff_t)out->span.item_bytes);
-    if (!dl->data && out->span.count) {
-        PyErr_Format(PyExc_TypeError, "parameter `%s` (%s) has no memory of its own", name, Py_TYPE(out->object)->tp_name);
-        return -1;
-    }
-    return 0;
-}
-
-/* The framework's text can be pages of C++ frames: its first line becomes ours. */
-static int refuse_export(PyObject *object, const char *name)
-{
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *text = value ? PyObject_Str(value) : NULL;
-    const char *why = text ? PyUnicode_AsUTF8(text) : NULL;
-    if (!why)
-        why = "no reason given";
-    char line[200];
-    snprintf(line, sizeof line, "%.*s", (int)strcspn(why, "\n"), why);
-    PyErr_Clear();
-    PyErr_Format(PyExc_TypeError, "parameter `%s` (%s) has no memory that can be sent: %s", name, Py_TYPE(object)->tp_name,
-                 line);
-    Py_XDECREF(text);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    return -1;
-}
-
-/* torch keeps a conjugation or a sign as a bit beside the memory; the table does not tell of it. Sign bits come only on views
- * into complex memory, so packed real tensors need no question. */
-static int refuse_lazy(PyObject *object, const char *name, const cd_py_array *array)
-{
-    bool is_complex = cd_dtype_is_complex(array->dtype);
-    if (cd_likely(!is_complex && !array->span.dims))
-        return 0;
-    PyObject *lazy = PyObject_CallMethod(object, is_complex ? "is_conj" : "is_neg", NULL);
-    if (!lazy)
-        PyErr_Clear();
-    bool refuse = lazy == Py_True;
-    Py_XDECREF(lazy);
-    if (refuse)
-        PyErr_Format(PyExc_ValueError, "parameter `%s` is a lazy %s view: pass tensor.resolve_%s()", name,
-                     is_complex ? "conjugate" : "negative", is_complex ? "conj" : "neg");
-    return refuse ? -1 : 0;
-}
-
-static int read_exchange(const cd_dl_exchange *api, PyObject *object, const char *name, cd_py_array *out)
-{
-    cd_dl_tensor dl;
-    if (api->export_borrowed(object, &dl) < 0)
-        return refuse_export(object, name);
-    out->writable = true;
-    if (read_dl_tensor(&dl, name, out) < 0 || refuse_lazy(object, name, out) < 0)
-        return -1;
-    if (out->device == CD_CUDA)
-        return api->current_stream(CD_DL_CUDA, out->device_index, &out->stream);
-    return 0;
-}
-
-/* The capsule is kept, not consumed: its destructor gives the memory back to the producer. */
-static int read_capsule(PyObject *capsule, const char *name, cd_py_array *out)
-{
-    out->keep = capsule;
-    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
-        const cd_dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
-        if (managed->version.major != CD_DL_MAJOR) {
-            PyErr_Format(PyExc_TypeError, "parameter `%s` speaks version %u of DLPack, version %d is supported", name,
-                         managed->version.major, CD_DL_MAJOR);
-            return -1;
-        }
-        out->writable = !(managed->flags & CD_DL_READ_ONLY);
-        return read_dl_tensor(&managed->tensor, name, out);
-    }
-    const cd_dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
-    if (!managed)
-        return -1;
-    /* The old form has no flag; JAX, whose arrays never change, still hands it out. */
-    out->writable = strncmp(Py_TYPE(out->object)->tp_name, "jax", 3) != 0;
-    return read_dl_tensor(&managed->tensor, name, out);
-}
-
-static int read_dlpack(PyObject *object, const char *name, cd_py_array *out)
-{
-    PyObject *method = PyObject_GetAttrString(object, "__dlpack__");
-    if (!method)
-        return -1;
-    PyObject *none = PyTuple_New(0);
-    PyObject *version = none ? Py_BuildValue("{s:(ii)}", "max_version", CD_DL_MAJOR, 0) : NULL;
-    PyObject *capsule = version ? PyObject_Call(method, none, version) : NULL;
-    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
-        PyErr_Clear();
-        capsule = PyObject_CallNoArgs(method);
-    }
-    Py_DECREF(method);
-    Py_XDECREF(none);
-    Py_XDECREF(version);
-    return capsule ? read_capsule(capsule, name, out) : -1;
 }
 
 /* A view without a copy, made by NumPy: buffers and __array_interface__. */
@@ -339,7 +191,7 @@ static int read_cuda_layout(PyObject *interface, const char *name, cd_py_array *
         return -1;
     }
     if (PyTuple_GET_SIZE(shape) > CD_MAX_DIMS)
-        return refuse_dims(name, (int)PyTuple_GET_SIZE(shape));
+        return cd_py_array_refuse_dims(name, (int)PyTuple_GET_SIZE(shape));
     out->ndim = (int)PyTuple_GET_SIZE(shape);
     bool strided = strides && PyTuple_Check(strides) && PyTuple_GET_SIZE(strides) == out->ndim;
     int64_t steps[CD_MAX_DIMS];
@@ -351,7 +203,7 @@ static int read_cuda_layout(PyObject *interface, const char *name, cd_py_array *
     out->writable = PyObject_IsTrue(PyTuple_GET_ITEM(data, 1)) == 0;
     if (PyErr_Occurred())
         return -1;
-    set_layout(out, strided ? steps : NULL, 1);
+    cd_py_array_set_layout(out, strided ? steps : NULL, 1);
     return 0;
 }
 
@@ -411,43 +263,6 @@ static int refuse_object(PyObject *object, const char *name)
     return -1;
 }
 
-static const cd_dl_exchange *find_exchange(PyTypeObject *type)
-{
-    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
-    if (!capsule) {
-        PyErr_Clear();
-        return NULL;
-    }
-    const cd_dl_exchange *api = NULL;
-    if (PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
-        api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    Py_DECREF(capsule);
-    while (api && api->version.major != CD_DL_MAJOR)
-        api = api->older;
-    return api && api->export_borrowed && api->current_stream ? api : NULL;
-}
-
-/* The table of `type`, remembered in module state: a dict type → capsule pointing to it. NULL: the type has none. */
-static const cd_dl_exchange *exchange_of(cd_py_state *state, PyTypeObject *type)
-{
-    if (cd_likely((PyObject *)type == state->exchange_type))
-        return state->exchange_api;
-    PyObject *known = PyDict_GetItemWithError(state->array_types, (PyObject *)type);
-    const cd_dl_exchange *api = known ? PyCapsule_GetPointer(known, NULL) : find_exchange(type);
-    if (!api)
-        return NULL;
-    if (!known) {
-        PyObject *capsule = PyCapsule_New((void *)(uintptr_t)api, NULL, NULL);
-        if (capsule)
-            PyDict_SetItem(state->array_types, (PyObject *)type, capsule);
-        Py_XDECREF(capsule);
-        PyErr_Clear();
-    }
-    Py_XSETREF(state->exchange_type, Py_NewRef((PyObject *)type));
-    state->exchange_api = api;
-    return api;
-}
-
 static int read_other(PyObject *object, const char *name, cd_py_array *out)
 {
     if (PyArray_Check(object))
@@ -461,7 +276,7 @@ static int read_other(PyObject *object, const char *name, cd_py_array *out)
     if (PyObject_CheckBuffer(object) || PyObject_HasAttrString(object, "__array_interface__"))
         return read_view(object, name, out);
     if (PyObject_HasAttrString(object, "__dlpack__"))
-        return read_dlpack(object, name, out);
+        return cd_py_dlpack_read(object, name, out);
     return refuse_object(object, name);
 }
 
@@ -476,8 +291,8 @@ int cd_py_array_read(cd_py_state *state, PyObject *object, const char *name, cd_
     const cd_dl_exchange *api;
     if (cd_likely(PyArray_CheckExact(object)))
         result = read_numpy((PyArrayObject *)object, name, out);
-    else if ((api = exchange_of(state, Py_TYPE(object))))
-        result = read_exchange(api, object, name, out);
+    else if ((api = cd_py_dlpack_table(state, Py_TYPE(object))))
+        result = cd_py_dlpack_export(api, object, name, out);
     else
         result = read_other(object, name, out);
     if (cd_likely(result == 0) && use == CD_PY_OUTPUT)
@@ -490,7 +305,7 @@ int cd_py_array_read(cd_py_state *state, PyObject *object, const char *name, cd_
 int cd_py_array_stream(cd_py_state *state, PyObject *object, int device_index, void **stream_p)
 {
     *stream_p = NULL;
-    const cd_dl_exchange *api = exchange_of(state, Py_TYPE(object));
+    const cd_dl_exchange *api = cd_py_dlpack_table(state, Py_TYPE(object));
     if (api)
         return api->current_stream(CD_DL_CUDA, device_index, stream_p);
     return read_cuda_stream(object, NULL, stream_p);

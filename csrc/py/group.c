@@ -408,7 +408,7 @@ static PyMethodDef methods[] = {
     {"rank", get_rank, METH_NOARGS, "rank($self, /)\n--\n\nRank of this process in the group."},
     {"size", get_size, METH_NOARGS, "size($self, /)\n--\n\nNumber of ranks in the group."},
     {"abort", abort_group, METH_VARARGS,
-     "abort($self, why=None, /)\n--\n\nEnds running and later operations of all ranks with AbortedError. Does not block."},
+     "abort" "($self, why=None, /)\n--\n\nEnds running and later operations of all ranks with AbortedError. Does not block."},
     {"shutdown", shut_group, METH_NOARGS,
      "shutdown($self, /)\n--\n\nCloses this rank's end: later calls fail, running ones end with AbortedError."},
     {"set_timeout", set_timeout, METH_O,

@@ -1,4 +1,4 @@
-/* ProcessGroup: the shell around cd_group. python/cdist/group.py derives the public class from it. */
+/* ProcessGroup: the shell around cd_group. python/cdist/process_group.py derives the public class from it. */
 #ifndef CD_PY_GROUP_H
 #define CD_PY_GROUP_H
 

@@ -211,8 +211,8 @@ static PyMethodDef methods[] = {
     {"wait", (PyCFunction)(void (*)(void))wait_fast, METH_FASTCALL | METH_KEYWORDS,
      "wait($self, /, timeout=None)\n--\n\n"
      "Blocks until the operation is complete; returns True or raises its error.\n\n"
-     "With a timeout (seconds or timedelta) that ends first: DistTimeoutError, and the operation goes on. GPU: without a timeout\n"
-     "the current stream waits, not the host."},
+     "With a timeout (seconds or timedelta) that ends first: DistTimeoutError, and the operation goes on. GPU: without\n"
+     "a timeout the current stream waits, not the host."},
     {"is_completed", is_completed, METH_NOARGS, "is_completed($self, /)\n--\n\nTrue once it has ended, well or not."},
     {"is_success", is_success, METH_NOARGS, "is_success($self, /)\n--\n\nTrue once it has ended well."},
     {"exception", get_exception, METH_NOARGS, "exception($self, /)\n--\n\nIts error, or None (while it runs too)."},

@@ -76,10 +76,7 @@ from cdist.errors import (
     QueueEmptyError,
     RefusedError,
 )
-from cdist.group import (
-    GroupMember,
-    GroupName,
-    ProcessGroup,
+from cdist.groups import (
     destroy_process_group,
     get_backend,
     get_backend_config,
@@ -90,24 +87,28 @@ from cdist.group import (
     get_process_group_ranks,
     get_rank,
     get_world_size,
-    group,
     init_process_group,
     is_available,
     is_initialized,
     is_torchelastic_launched,
-    new_group,
-    new_subgroups,
-    new_subgroups_by_enumeration,
     set_timeout,
-    shrink_group,
-    split_group,
 )
 from cdist.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from cdist.process_group import GroupMember, GroupName, ProcessGroup, group
+from cdist.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
 
 # name → module that is imported when the name is first asked for
 _LAZY = {
     **dict.fromkeys(
-        ["all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list", "set_allow_pickle"],
+        [
+            "all_gather_object",
+            "gather_object",
+            "broadcast_object_list",
+            "scatter_object_list",
+            "send_object_list",
+            "recv_object_list",
+            "set_allow_pickle",
+        ],
         "cdist.objects",
     ),
     "empty": "cdist.memory",
@@ -117,13 +118,40 @@ _LAZY = {
     **dict.fromkeys(["rendezvous", "register_rendezvous_handler"], "cdist.rendezvous"),
     "DistributedSampler": "cdist.sampler",
     **dict.fromkeys(
-        ["DistributedDataParallel", "DataParallel", "GradientReducer", "Parameter", "GradBucket", "Join", "Joinable", "JoinHook"],
+        [
+            "DistributedDataParallel",
+            "DataParallel",
+            "GradientReducer",
+            "Parameter",
+            "GradBucket",
+            "Join",
+            "Joinable",
+            "JoinHook",
+        ],
         "cdist.parallel",
     ),
     "spawn": "cdist.multiprocessing",
 }
 _LAZY_MODULES = frozenset(
-    ["collectives", "constants", "device_mesh", "errors", "futures", "launch", "memory", "multiprocessing", "objects", "p2p", "parallel", "run", "sampler", "store", "testing", "algorithms", "optim"]
+    [
+        "collectives",
+        "constants",
+        "device_mesh",
+        "errors",
+        "futures",
+        "launch",
+        "memory",
+        "multiprocessing",
+        "objects",
+        "p2p",
+        "parallel",
+        "run",
+        "sampler",
+        "store",
+        "testing",
+        "algorithms",
+        "optim",
+    ]
 )
 
 __all__ = [

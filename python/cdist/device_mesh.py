@@ -5,7 +5,8 @@ import threading
 
 import numpy
 
-from cdist import group as groups
+from cdist import groups
+from cdist.subgroups import new_group
 
 __all__ = ["DeviceMesh", "init_device_mesh"]
 
@@ -55,7 +56,7 @@ class DeviceMesh:
             lines = numpy.moveaxis(self.mesh, dim, -1).reshape(-1, self.mesh.shape[dim]).tolist()
             mine = None
             for line in lines:
-                got = groups.new_group(
+                got = new_group(
                     line, backend=backend, group_desc=f"mesh_{self._name(dim) or dim}", sort_ranks=False
                 )
                 if groups.get_rank() in line:
@@ -140,7 +141,7 @@ class DeviceMesh:
         name = mesh_dim_name or "_".join(self.mesh_dim_names or map(str, range(self.ndim)))
         if name not in self._flattened:
             ranks = self.mesh.ravel()
-            made = groups.new_group(ranks.tolist(), group_desc=f"mesh_{name}", sort_ranks=False)
+            made = new_group(ranks.tolist(), group_desc=f"mesh_{name}", sort_ranks=False)
             self._flattened[name] = DeviceMesh(
                 self.device_type, ranks, mesh_dim_names=(name,), _groups=[made]
             )

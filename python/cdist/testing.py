@@ -269,7 +269,7 @@ def run_threads(function, world=2, *args, timeout=60, group_timeout=30, force_tc
 
     Returns what they returned, by rank; raises RankFailedError with the first failure.
     """
-    from cdist.group import ProcessGroup
+    from cdist.process_group import ProcessGroup
     from cdist.store import HashStore
 
     store = HashStore()

@@ -1,0 +1,20 @@
+/* Shared by array.c and array_dlpack.c alone. Functions return 0, or −1 with an exception; `name` is the argument's. */
+#ifndef CD_PY_ARRAY_IMPL_H
+#define CD_PY_ARRAY_IMPL_H
+
+#include "py/array.h"
+#include "py/dlpack.h"
+
+/* NumPy's letter (b i u f c) and bytes → code; CD_BYTES for others. */
+cd_dtype cd_py_dtype_of_family(char family, size_t bytes);
+int cd_py_array_refuse_dims(const char *name, int ndim);
+/* Sets count and, unless the elements lie in C order without gaps, dims. Strides are in units of `unit` bytes; NULL: C order. */
+void cd_py_array_set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t unit);
+
+/* The table of `type`, remembered in module state; NULL: it has none (no exception). */
+const cd_dl_exchange *cd_py_dlpack_table(cd_py_state *state, PyTypeObject *type);
+int cd_py_dlpack_export(const cd_dl_exchange *api, PyObject *object, const char *name, cd_py_array *out);
+/* By object.__dlpack__(). */
+int cd_py_dlpack_read(PyObject *object, const char *name, cd_py_array *out);
+
+#endif

@@ -1,0 +1,351 @@
+"""The default group: set-up, tear-down, and questions about it."""
+
+import atexit
+import contextlib
+import io
+import os
+import sys
+from datetime import timedelta
+
+from cdist import _core, backends
+from cdist.backends import Backend, BackendConfig
+from cdist.process_group import GroupMember, ProcessGroup
+
+__all__ = [
+    "is_available",
+    "init_process_group",
+    "destroy_process_group",
+    "is_initialized",
+    "is_torchelastic_launched",
+    "get_rank",
+    "get_world_size",
+    "get_backend",
+    "get_backend_config",
+    "get_node_local_rank",
+    "get_pg_count",
+    "set_timeout",
+    "get_group_rank",
+    "get_global_rank",
+    "get_process_group_ranks",
+]
+
+
+class _Registry:
+    """The groups of this process."""
+
+    def __init__(self):
+        self.made = 0
+        self.groups: list[ProcessGroup] = []
+        self.excepthook = None
+        self.teardown = False
+
+
+_registry = _Registry()
+
+
+def is_available() -> bool:
+    """Return True."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Returns whether the default group is there."""
+    return _core._get_default_group() is not None
+
+
+def is_torchelastic_launched() -> bool:
+    """Return whether cdistrun or torchrun started this process."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") is not None
+
+
+def _as_timeout(timeout):
+    if isinstance(timeout, timedelta) or (
+        isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    ):
+        return timeout
+    raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+
+
+def _bind_device(device_id):
+    """Check a device_id: an int, a torch device, "cuda:1", or a device of another library."""
+    if device_id is None:
+        return None
+    if isinstance(device_id, int):
+        index = device_id
+    else:
+        text = str(getattr(device_id, "type", device_id)).partition(":")[0]
+        index = getattr(device_id, "index", getattr(device_id, "id", None))
+        if isinstance(device_id, str) and ":" in device_id and device_id.partition(":")[2].isdigit():
+            index = int(device_id.partition(":")[2])
+        if text == "cpu":
+            raise ValueError(
+                f"init_process_group device_id parameter must be an accelerator, got {device_id!r}"
+            )
+        if not isinstance(index, int):
+            raise ValueError(
+                f"init_process_group device_id parameter must be a device with an index, got {device_id!r}"
+            )
+    if index < 0:
+        raise ValueError(f"init_process_group device_id parameter must not be negative, got {device_id!r}")
+    return index
+
+
+def _secret():
+    text = os.environ.get("CDIST_JOB_SECRET")
+    if not text:
+        return None
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) != 32:
+        raise ValueError("CDIST_JOB_SECRET must be 64 hexadecimal digits")
+    return secret
+
+
+def _pick_backend(backend, device):
+    if backend is not None:
+        name = str(Backend(str(backend)))
+        backends.check(name)
+        return Backend(name), BackendConfig(name)
+    if device is not None:
+        return Backend("nccl"), BackendConfig("nccl")
+    return Backend("gloo"), BackendConfig("undefined" if backends.is_nccl_available() else "gloo")
+
+
+def _find_store(init_method, store, world_size, rank, limit):
+    """Return (store, rank, world_size)."""
+    if store is not None:
+        if init_method is not None:
+            raise AssertionError("Cannot specify both init_method and store.")
+        if world_size <= 0:
+            raise AssertionError("world_size must be positive if using store")
+        if rank < 0:
+            raise AssertionError("rank must be non-negative if using store")
+        return store, rank, world_size
+    from cdist.rendezvous import rendezvous
+    from cdist.store import PrefixStore
+
+    iterator = rendezvous(init_method or "env://", rank, world_size, timeout=limit)
+    store, rank, world_size = next(iterator)
+    store.set_timeout(limit if isinstance(limit, timedelta) else timedelta(seconds=limit))
+    return PrefixStore("default_pg", store), rank, world_size
+
+
+def init_process_group(
+    backend=None,
+    init_method=None,
+    timeout=None,
+    world_size=-1,
+    rank=-1,
+    store=None,
+    group_name="",
+    pg_options=None,
+    device_id=None,
+    _ranks=None,
+    enable_reconfigure=False,
+) -> None:
+    """Meet the other ranks and makes the default group. Every rank calls it.
+
+    Args:
+        backend: "gloo" (CPU), "nccl" (GPU), "cpu:gloo,cuda:nccl", or None: what the machine has.
+        init_method: "env://" (the default: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port",
+            "file:///path".
+        timeout: of the set-up and, by default, of every operation: timedelta or seconds. None is 30 minutes
+            (10 for a backend that is exactly "nccl").
+        world_size: number of ranks; with `store`, or where the URL does not tell.
+        rank: of this process; likewise.
+        store: a Store to meet through, instead of `init_method`.
+        group_name: accepted, not needed.
+        pg_options: accepted, not needed.
+        device_id: GPU of this rank (an index or a device): connects NCCL at once.
+
+    Raises:
+        ValueError: called twice; a rank or world size that cannot be; bad device_id.
+        AssertionError: arguments that exclude each other; unknown backend.
+        RuntimeError: a backend that this machine does not have.
+        RefusedError: two processes with one rank, other world sizes, wrong secret.
+        DistTimeoutError, DistStoreError: others did not come in time.
+
+    """
+    if is_initialized():
+        raise ValueError("trying to initialize the default process group twice!")
+    device = _bind_device(device_id)
+    name, config = _pick_backend(backend, device)
+    limit = backends.default_timeout(name) if timeout is None else _as_timeout(timeout)
+    store, rank, world_size = _find_store(init_method, store, world_size, rank, limit)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} does not fit world size {world_size}: ranks are 0 to {world_size - 1}")
+    made = ProcessGroup._open(
+        store, rank, world_size, "0", limit, limit, secret=_secret(),
+        force_tcp=os.environ.get("CDIST_TRANSPORT", "auto").lower() == "tcp",
+    )  # fmt: skip
+    made._backend, made._config, made._store = name, config, store
+    made.group_name, made.group_desc, made.bound_device_id = "0", "default_pg", device_id
+    _registry.groups = [made]
+    _registry.made = 1
+    _core._set_default_group(made)
+    _install_hooks(rank)
+    if os.environ.get("TORCH_DIST_INIT_BARRIER") == "1":
+        _core.barrier()
+
+
+def _install_hooks(rank):
+    """Peers learn at once when this rank dies of an exception; its traceback says which rank it is."""
+    previous = sys.excepthook
+
+    def excepthook(kind, error, trace):
+        world = _core._get_default_group()
+        if world is not None:
+            with contextlib.suppress(Exception):
+                world._announce_death(f"rank {rank} ended with {kind.__name__}: {error}"[:900])
+        text = io.StringIO()
+        with contextlib.redirect_stderr(text):
+            previous(kind, error, trace)
+        for line in text.getvalue().splitlines(keepends=True):
+            sys.stderr.write(f"[rank{rank}]: {line}")
+
+    _registry.excepthook = (previous, excepthook)
+    sys.excepthook = excepthook
+    if not _registry.teardown:
+        _registry.teardown = True
+        atexit.register(_teardown)
+
+
+def _teardown():
+    """At exit: closes what the program left open, without a word."""
+    with contextlib.suppress(Exception):
+        if is_initialized():
+            destroy_process_group()
+
+
+def destroy_process_group(group=None) -> None:
+    """Closes a group, or with None (or WORLD) all of them. Local and quick; also after errors.
+
+    Raises:
+        AssertionError: there is no default group.
+        ValueError: the group was destroyed before.
+
+    """
+    if group is GroupMember.NON_GROUP_MEMBER or (
+        isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER
+    ):
+        return
+    world = _core._get_default_group()
+    if group is None:
+        group = world
+    if group is None:
+        raise AssertionError("Process group cannot be None")
+    if group not in _registry.groups:
+        raise ValueError("Invalid process group specified")
+    if group is not world:
+        _registry.groups.remove(group)
+        group.shutdown()
+        return
+    for member in reversed(_registry.groups):
+        member.shutdown()
+    _registry.groups = []
+    _registry.made = 0
+    _core._set_default_group(None)
+    previous, mine = _registry.excepthook or (None, None)
+    if mine is not None and sys.excepthook is mine:
+        sys.excepthook = previous
+    _registry.excepthook = None
+
+
+def _default():
+    world = _core._get_default_group()
+    if world is None:
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call init_process_group."
+        )
+    return world
+
+
+def _given(group):
+    if group is None:
+        return _default()
+    return group
+
+
+def _is_outside(group):
+    return isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER
+
+
+def _registered(group):
+    world = _default()
+    group = world if group is None else group
+    if not isinstance(group, ProcessGroup) or group not in _registry.groups:
+        raise ValueError("Invalid process group specified")
+    return group
+
+
+def get_rank(group=None) -> int:
+    """Return this process's rank in the group, −1 outside it."""
+    _default()
+    return -1 if _is_outside(group) else _given(group).rank()
+
+
+def get_world_size(group=None) -> int:
+    """Returns the number of ranks of the group, −1 outside it."""
+    _default()
+    return -1 if _is_outside(group) else _given(group).size()
+
+
+def get_backend(group=None) -> Backend:
+    """Return the name that the group was made with, in lower case."""
+    return _registered(group)._backend
+
+
+def get_backend_config(group=None) -> str:
+    """Returns the backend of each device: "cpu:gloo,cuda:nccl"."""
+    return str(_registered(group)._config)
+
+
+def get_node_local_rank(fallback_rank=None) -> int:
+    """Return LOCAL_RANK of the environment, or `fallback_rank`."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise RuntimeError(
+        "LOCAL_RANK is not in the environment. Consider passing fallback_rank to allow `get_node_local_rank` to work, "
+        "assuming you are not running in a multi-device context and want the code to run locally instead."
+    )
+
+
+def get_pg_count() -> int:
+    """Returns how many groups were made since init_process_group."""
+    return _registry.made
+
+
+def set_timeout(timeout, group=None) -> None:
+    """Set the default time limit of later operations: timedelta or seconds."""
+    _registered(group).set_timeout(_as_timeout(timeout))
+
+
+def get_process_group_ranks(group) -> list:
+    """Returns the global ranks of a group, in the order of group ranks."""
+    return list(_given(group)._ranks)
+
+
+def get_group_rank(group, global_rank: int) -> int:
+    """Return the rank in the group of a global rank."""
+    if not isinstance(group, ProcessGroup) or group not in _registry.groups:
+        raise ValueError(
+            f"Group {group} is not registered, please create group with torch.distributed.new_group API"
+        )
+    if global_rank not in group._ranks:
+        raise ValueError(f"Global rank {global_rank} is not part of group {group}")
+    return group._ranks.index(global_rank)
+
+
+def get_global_rank(group, group_rank: int) -> int:
+    """Returns the global rank of a rank in the group."""
+    if not isinstance(group, ProcessGroup) or group not in _registry.groups:
+        raise ValueError(
+            f"Group {group} is not registered, please create group with torch.distributed.new_group API"
+        )
+    if not 0 <= group_rank < group.size():
+        raise ValueError(f"Group rank {group_rank} is not part of group {group}")
+    return group._ranks[group_rank]

@@ -1,0 +1,180 @@
+"""ProcessGroup: the object, with the methods of torch's low-level calls."""
+
+from datetime import timedelta
+
+from cdist import _core
+from cdist.backends import Backend, BackendConfig
+from cdist.constants import ReduceOp
+
+__all__ = ["ProcessGroup", "group", "GroupMember", "GroupName"]
+
+GroupName = str
+
+
+class ProcessGroup(_core.ProcessGroup):
+    """A set of ranks that communicate. Made by init_process_group and new_group, not by hand.
+
+    The methods named like torch's low-level calls (``allreduce``, ``broadcast``, …) start an operation and return its Work.
+    """
+
+    _backend = Backend("gloo")
+    _config: BackendConfig | None = None
+    group_name = ""
+    group_desc = ""
+    bound_device_id = None
+    _store = None
+
+    def name(self) -> str:
+        """Backend's name."""
+        return str(self._backend)
+
+    def get_group_store(self):
+        """Return the store that the group was made through."""
+        return self._store
+
+    def _get_backend(self, device):
+        return self
+
+    @property
+    def _device_types(self) -> list:
+        return list(self._config.get_device_backend_map()) if self._config else ["cpu"]
+
+    def __repr__(self):
+        return f"<ProcessGroup {self.group_desc or self.group_name}: rank {self.rank()} of {self.size()}, {self._transport}>"
+
+    def __reduce__(self):
+        raise TypeError("a ProcessGroup cannot be pickled: it belongs to its process")
+
+    @staticmethod
+    def _one(tensors):
+        if isinstance(tensors, (list, tuple)):
+            if len(tensors) != 1:
+                raise ValueError(f"expected one tensor, got a list of {len(tensors)}")
+            return tensors[0]
+        return tensors
+
+    @staticmethod
+    def _limit(options, timeout=None):
+        limit = getattr(options, "timeout", timeout)
+        return None if isinstance(limit, timedelta) and limit < timedelta(0) else limit
+
+    def allreduce(self, tensors, op=ReduceOp.SUM, timeout=None):
+        """Start all_reduce of a tensor (or a list of one). `op` may be AllreduceOptions."""
+        timeout = self._limit(op, timeout)
+        op = getattr(op, "reduceOp", op)
+        return _core.all_reduce(self._one(tensors), op, self, True, timeout)
+
+    def broadcast(self, tensors, root=0, timeout=None):
+        """Starts broadcast from the group rank `root` (or BroadcastOptions)."""
+        timeout = self._limit(root, timeout)
+        root = getattr(root, "rootRank", root)
+        return _core.broadcast(self._one(tensors), group=self, async_op=True, group_src=root, timeout=timeout)
+
+    def reduce(self, tensors, root=0, op=ReduceOp.SUM, timeout=None):
+        """Start reduce to the group rank `root` (or ReduceOptions)."""
+        timeout = self._limit(root, timeout)
+        op = getattr(root, "reduceOp", op)
+        root = getattr(root, "rootRank", root)
+        return _core.reduce(
+            self._one(tensors), op=op, group=self, async_op=True, group_dst=root, timeout=timeout
+        )
+
+    def allgather(self, output_tensors, input_tensor, timeout=None):
+        """Starts all_gather; both may be wrapped in lists of one as in torch."""
+        if output_tensors and isinstance(output_tensors[0], (list, tuple)):
+            output_tensors = self._one(output_tensors)
+        return _core.all_gather(
+            output_tensors, self._one(input_tensor), self, True, self._limit(timeout, timeout)
+        )
+
+    def _allgather_base(self, output, input, options=None):
+        return _core.all_gather_into_tensor(output, input, self, True, self._limit(options))
+
+    def gather(self, output_tensors, input_tensors, root=0, timeout=None):
+        """Start gather to the group rank `root` (or GatherOptions)."""
+        timeout = self._limit(root, timeout)
+        root = getattr(root, "rootRank", root)
+        outputs = (
+            output_tensors[0]
+            if output_tensors and isinstance(output_tensors[0], (list, tuple))
+            else output_tensors
+        )
+        return _core.gather(self._one(input_tensors), outputs or None, group=self, async_op=True, group_dst=root,
+                            timeout=timeout)  # fmt: skip
+
+    def scatter(self, output_tensors, input_tensors, root=0, timeout=None):
+        """Starts scatter from the group rank `root` (or ScatterOptions)."""
+        timeout = self._limit(root, timeout)
+        root = getattr(root, "rootRank", root)
+        inputs = (
+            input_tensors[0]
+            if input_tensors and isinstance(input_tensors[0], (list, tuple))
+            else input_tensors
+        )
+        return _core.scatter(self._one(output_tensors), inputs or None, group=self, async_op=True, group_src=root,
+                             timeout=timeout)  # fmt: skip
+
+    def reduce_scatter(self, output_tensors, input_tensors, op=ReduceOp.SUM, timeout=None):
+        """Start reduce_scatter. `op` may be ReduceScatterOptions."""
+        timeout = self._limit(op, timeout)
+        op = getattr(op, "reduceOp", op)
+        inputs = (
+            input_tensors[0]
+            if input_tensors and isinstance(input_tensors[0], (list, tuple))
+            else input_tensors
+        )
+        return _core.reduce_scatter(self._one(output_tensors), inputs, op, self, True, timeout)
+
+    def _reduce_scatter_base(self, output, input, options=None):
+        op = getattr(options, "reduceOp", ReduceOp.SUM)
+        return _core.reduce_scatter_tensor(output, input, op, self, True, self._limit(options))
+
+    def alltoall(self, output_tensors, input_tensors, options=None):
+        """Start all_to_all."""
+        return _core.all_to_all(output_tensors, input_tensors, self, True, self._limit(options))
+
+    def alltoall_base(self, output, input, output_split_sizes, input_split_sizes, options=None):
+        """Starts all_to_all_single."""
+        return _core.all_to_all_single(output, input, output_split_sizes, input_split_sizes, self, True,
+                                       self._limit(options))  # fmt: skip
+
+    def barrier(self, options=None, timeout=None):
+        """Start a barrier."""
+        return _core.barrier(self, True, None, self._limit(options, timeout))
+
+    def monitored_barrier(self, timeout=None, wait_all_ranks=False):
+        """As cdist.monitored_barrier."""
+        self._monitored_barrier(timeout, wait_all_ranks)
+
+    def send(self, tensors, dst_rank, tag=0):
+        """Start to send to a group rank."""
+        return _core.isend(self._one(tensors), group=self, tag=tag, group_dst=dst_rank)
+
+    def recv(self, tensors, src_rank, tag=0):
+        """Starts to receive from a group rank."""
+        return _core.irecv(self._one(tensors), group=self, tag=tag, group_src=src_rank)
+
+    def recv_anysource(self, tensors, tag=0):
+        """Start to receive from whoever sends first."""
+        return _core.irecv(self._one(tensors), group=self, tag=tag)
+
+
+class _WorldProperty(type):
+    @property
+    def WORLD(cls):  # noqa: N802
+        """The default group, None before init_process_group."""
+        return _core._get_default_group()
+
+    @WORLD.setter
+    def WORLD(cls, value):  # noqa: N802
+        _core._set_default_group(value)
+
+
+class group(metaclass=_WorldProperty):  # noqa: N801
+    """``group.WORLD`` is the default group."""
+
+
+class GroupMember(metaclass=_WorldProperty):
+    """``GroupMember.WORLD``, and what new_group gives to ranks outside: ``GroupMember.NON_GROUP_MEMBER``."""
+
+    NON_GROUP_MEMBER = -100
