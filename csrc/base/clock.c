@@ -9,6 +9,13 @@ uint64_t cd_now_ns(void)
     return (uint64_t)now.tv_sec * CD_NS_PER_S + (uint64_t)now.tv_nsec;
 }
 
+uint64_t cd_now_coarse_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    return (uint64_t)now.tv_sec * CD_NS_PER_S + (uint64_t)now.tv_nsec;
+}
+
 cd_deadline cd_deadline_after_ns(uint64_t ns)
 {
     uint64_t now = cd_now_ns();

@@ -93,6 +93,7 @@ static cd_status allocate(cd_world *w, const int *ranks, int count, cd_group **o
     atomic_init(&g->refs, 1);
     g->world = cd_world_retain(w);
     g->alive = w->alive;
+    g->page = w->page;
     g->size = count;
     g->segment.fd = -1;
     g->cause = &g->own_cause;

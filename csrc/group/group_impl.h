@@ -14,6 +14,8 @@ struct cd_group {
     cd_backend *cpu, *gpu;
     cd_cause *cause; /* in shared memory when all ranks share a host, else own_cause */
     const _Atomic uint32_t *alive;
+    cd_record_page *page;
+    uint64_t context;
     _Atomic bool closed;
     _Atomic uint32_t *gone; /* by group rank; in shared memory or own */
     int32_t *world_ranks;
@@ -25,7 +27,7 @@ struct cd_group {
     int rank, size;
     int32_t *index_of; /* group rank of each world rank, −1 */
     _Atomic uint64_t timeout_ns;
-    uint64_t key[2], context;
+    uint64_t key[2];
     _Atomic uint64_t roll_calls; /* monitored barriers so far */
     bool spans_hosts;
     cd_cause own_cause;
@@ -55,7 +57,8 @@ void cd_sets_free(cd_world *world);
 
 /* issue.c: running and queueing */
 cd_status cd_group_refuse(cd_group *group);
-cd_status cd_group_execute(cd_group *group, cd_op *op, cd_patience *patience);
+/* `record`: of an operation that was queued, with its ticket; NULL: a new one is made. */
+cd_status cd_group_execute(cd_group *group, cd_op *op, cd_patience *patience, cd_record *record, uint64_t ticket);
 /* Turns a failure into what the caller sees and, where the group is lost, into the cause of all ranks. */
 cd_status cd_group_settle(cd_group *group, const cd_op *op, cd_status status);
 void cd_queue_push(cd_group *group, cd_work *work);

@@ -1,4 +1,5 @@
 /* Running and queueing of operations: in the caller's thread when nothing is before them, else by the group's worker. */
+#include "group/stall.h"
 #include "group/work_impl.h"
 
 #include <signal.h>
@@ -26,21 +27,6 @@ static inline bool is_usable(const cd_group *g)
     return cd_likely(atomic_load_explicit(g->alive, memory_order_relaxed) &&
                      !atomic_load_explicit(&g->closed, memory_order_relaxed) &&
                      atomic_load_explicit(&g->cause->state, memory_order_relaxed) == CD_CAUSE_NONE);
-}
-
-/* The caller's idle callback, and a look at whether this rank itself gave the group up meanwhile. */
-typedef struct {
-    cd_group *group;
-    cd_idle_func idle;
-    void *ctx;
-} idle_both;
-
-static cd_status idle_and_look(void *ctx)
-{
-    idle_both *both = ctx;
-    if (atomic_load_explicit(&both->group->closed, memory_order_acquire))
-        return cd_fail_rank(CD_ABORTED, both->group->world->rank, "the process group was destroyed during the operation");
-    return both->idle ? both->idle(both->ctx) : CD_OK;
 }
 
 cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
@@ -84,22 +70,39 @@ static cd_status run_on_backend(cd_group *g, const cd_op *op, const cd_patience 
     return g->cpu->ops->run(g->cpu, op, patience);
 }
 
-cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience)
+/* Who is missing, told once by the rank that finds that the time is up. */
+static void add_missing(const cd_watch *watch)
+{
+    cd_error error = *cd_last_error();
+    char text[640];
+    cd_watch_describe(watch, error.rank, text, sizeof text);
+    cd_fail_rank(error.code, error.rank, "%s; %s", error.text, text);
+}
+
+cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience, cd_record *record, uint64_t ticket)
 {
     op->sequence = ++g->sequence;
-    idle_both both = {g, patience->idle, patience->idle_ctx};
-    patience->idle = idle_and_look;
-    patience->idle_ctx = &both;
+    if (record) {
+        cd_record_start(record, ticket, op->sequence);
+    } else {
+        record = cd_record_begin(g->page, op, g->context, op->root, CD_RECORD_RUNNING);
+        ticket = atomic_load_explicit(&record->ticket, memory_order_relaxed);
+    }
+    cd_watch watch;
+    cd_watch_begin(&watch, g, op, -1, patience);
     patience->cause = g->template.cause;
     patience->gone = g->template.gone;
     patience->world_ranks = g->template.world_ranks;
     patience->spin = g->template.spin;
     patience->yields = g->template.yields;
     cd_status status = run_on_backend(g, op, patience);
-    if (cd_unlikely(status != CD_OK))
+    if (cd_unlikely(status != CD_OK)) {
+        if (status == CD_TIMED_OUT && atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE)
+            add_missing(&watch);
         status = cd_group_settle(g, op, status);
-    patience->idle = both.idle;
-    patience->idle_ctx = both.ctx;
+    }
+    cd_record_end(record, ticket, status == CD_OK, watch.started_ns != 0);
+    cd_watch_end(&watch, patience);
     return status;
 }
 
@@ -117,7 +120,7 @@ cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
     if (op->kind == CD_SEND || op->kind == CD_RECV)
         return cd_p2p_run(g, op, patience);
     if (cd_likely(try_claim(g))) {
-        cd_status status = cd_group_execute(g, op, patience);
+        cd_status status = cd_group_execute(g, op, patience, NULL, 0);
         /* Release: the next owner sees `sequence` and the backend's state. */
         atomic_store_explicit(&g->busy, 0, memory_order_release);
         return status;
@@ -156,7 +159,7 @@ static void run_queued(cd_group *g, cd_work *work)
         while (status == CD_OK && atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) != 0)
             status = cd_waiter_turn(&waiter);
         if (status == CD_OK) {
-            status = cd_group_execute(g, &work->op, &patience);
+            status = cd_group_execute(g, &work->op, &patience, work->record, work->ticket);
             atomic_store_explicit(&g->busy, 0, memory_order_release);
         }
     }
@@ -244,6 +247,7 @@ static cd_status start_on_gpu(cd_group *g, cd_work *work)
         CD_TRY(cd_waiter_turn(&waiter));
     work->op.sequence = ++g->sequence;
     work->started_ns = cd_now_ns();
+    cd_record_start(work->record, work->ticket, work->op.sequence);
     work->event_ops = gpu->ops;
     cd_status status = gpu->ops->start(gpu, &work->op, &patience, &work->event);
     if (status != CD_OK)
@@ -257,10 +261,15 @@ cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_w
     CD_TRY(cd_group_refuse(g));
     cd_work *work;
     CD_TRY(cd_work_create(g, op, timeout_ns, &work));
+    bool is_p2p = op->kind == CD_SEND || op->kind == CD_RECV;
+    int peer = !is_p2p ? op->root : op->peer < 0 ? -1 : g->world_ranks[op->peer];
+    work->record = cd_record_begin(g->page, op, g->context, peer, CD_RECORD_QUEUED);
+    work->ticket = atomic_load_explicit(&work->record->ticket, memory_order_relaxed);
     cd_status status;
     if (op->device == CD_CUDA) {
         status = start_on_gpu(g, work);
-    } else if (op->kind == CD_SEND || op->kind == CD_RECV) {
+    } else if (is_p2p) {
+        cd_record_start(work->record, work->ticket, 0);
         status = cd_p2p_start(g, work);
     } else {
         cd_work_retain(work); /* the queue's */

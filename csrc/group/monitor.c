@@ -82,6 +82,10 @@ static void hear_notice(struct cd_monitor *m, int from, cd_control_kind kind, cd
         m->expected[notice->rank] = true;
         cd_world_peer_lost(w, notice->rank, &why);
         break;
+    case CD_CONTROL_WAITING:
+        atomic_store_explicit(&w->waiting[notice->rank].context, notice->context, memory_order_relaxed);
+        atomic_store_explicit(&w->waiting[notice->rank].sequence, strtoull(notice->text, 0, 10), memory_order_relaxed);
+        break;
     case CD_CONTROL_ABORT: cd_groups_abort_context(w, notice->context, &why); break;
     default: cd_log(CD_LOG_WARN, "rank %d: control frame %d from rank %d is not known", w->rank, (int)kind, from); return;
     }

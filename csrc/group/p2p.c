@@ -1,4 +1,5 @@
 /* send and recv: outside the order of collectives, straight on the mesh. */
+#include "group/stall.h"
 #include "group/work_impl.h"
 #include "simd/strided.h"
 
@@ -46,7 +47,7 @@ static void post(cd_group *g, const cd_op *op, cd_xfer *xfer, void *packed, bool
 }
 
 /* A transfer that failed or timed out does not end the group: the order of collectives is untouched. */
-static cd_status soften(cd_group *g, const cd_op *op, cd_status status)
+static cd_status soften(cd_group *g, const cd_op *op, cd_status status, const cd_watch *watch)
 {
     if (status == CD_OK || status == CD_INTERRUPTED)
         return status;
@@ -55,11 +56,13 @@ static cd_status soften(cd_group *g, const cd_op *op, cd_status status)
                    op->kind == CD_SEND ? "to" : "from", op->peer < 0 ? -1 : (int)g->world_ranks[op->peer], (long long)op->tag);
     if (status != CD_TIMED_OUT)
         return status;
-    char text[CD_ERROR_TEXT_BYTES];
+    char text[CD_ERROR_TEXT_BYTES], late[480] = "";
     memcpy(text, cd_last_error()->text, sizeof text);
+    if (watch)
+        cd_watch_describe(watch, peer, late, sizeof late);
     return cd_fail_rank(CD_WAIT_EXPIRED, peer,
-                        "%s; a large send waits for its recv: when two ranks send to each other first, use isend or "
-                        "batch_isend_irecv", text);
+                        "%s%s%s; a large send waits for its recv: when two ranks send to each other first, use isend or "
+                        "batch_isend_irecv", text, late[0] ? "; " : "", late);
 }
 
 cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
@@ -69,6 +72,10 @@ cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
     void *packed = 0;
     if (span_of(op)->dims)
         CD_TRY(pack(op, &packed));
+    int peer = op->peer < 0 ? -1 : g->world_ranks[op->peer];
+    cd_record *record = cd_record_begin(g->page, op, g->context, peer, CD_RECORD_RUNNING);
+    uint64_t ticket = atomic_load_explicit(&record->ticket, memory_order_relaxed);
+    cd_watch watch = {0};
     cd_xfer xfer = {0};
     cd_xfer *list = &xfer;
     post(g, op, &xfer, packed, false);
@@ -78,12 +85,14 @@ cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
         patience->gone = g->world->gone;
         patience->spin = g->template.spin;
         patience->yields = g->template.yields;
+        cd_watch_begin(&watch, g, op, peer < 0 ? -2 : peer, patience);
         status = cd_mesh_wait(g->world->mesh, &list, 1, patience);
+        cd_watch_end(&watch, patience);
         if (status != CD_OK) {
             cd_error why = *cd_last_error();
             cd_mesh_cancel(g->world->mesh, &xfer);
             cd_fail_with(&why);
-            status = soften(g, op, status);
+            status = soften(g, op, status, &watch);
         }
     }
     if (status == CD_OK && op->kind == CD_RECV) {
@@ -91,6 +100,7 @@ cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
         if (packed)
             cd_span_write(span_of(op), 0, span_of(op)->count, packed);
     }
+    cd_record_end(record, ticket, status == CD_OK, watch.started_ns != 0);
     cd_xfer_clear(&xfer);
     free(packed);
     return status;
@@ -143,7 +153,7 @@ bool cd_p2p_finish(cd_work *work)
         return atomic_load_explicit(&work->done, memory_order_acquire) != 0;
     cd_status status = CD_OK;
     if (work->xfer.error)
-        status = soften(work->group, &work->op, cd_fail_with(work->xfer.error));
+        status = soften(work->group, &work->op, cd_fail_with(work->xfer.error), NULL);
     else if (work->op.kind == CD_RECV && work->packed)
         cd_span_write(span_of(&work->op), 0, span_of(&work->op)->count, work->packed);
     cd_work_complete(work, status);

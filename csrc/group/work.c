@@ -112,6 +112,8 @@ void cd_work_complete(cd_work *work, cd_status status)
     if (status != CD_OK)
         work->error = *cd_last_error();
     work->done_ns = cd_now_ns();
+    if (work->record)
+        cd_record_end(work->record, work->ticket, status == CD_OK, true);
     /* Release: who sees done sees the fields above and the data. */
     atomic_store_explicit(&work->done, 1, memory_order_release);
 }

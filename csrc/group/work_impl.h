@@ -10,6 +10,8 @@ struct cd_work {
     _Atomic uint32_t finishing; /* p2p: the right to finish */
     cd_work *next; /* in the queue, or among the orphans */
     cd_group *group;
+    cd_record *record; /* in the ring, while it still holds `ticket` */
+    uint64_t ticket;
     cd_op op;          /* with its own lists */
     void *lists;
     uint64_t timeout_ns;

@@ -35,8 +35,8 @@ static cd_status arena_bytes(size_t *bytes_p)
 
 size_t cd_world_host_bytes(const cd_world *w)
 {
-    return line_up((size_t)w->locals * sizeof(cd_host_row)) + line_up(cd_channels_bytes(w->locals)) +
-           line_up(cd_group_memory_bytes(w->locals)) + (size_t)w->locals * w->host.arena_bytes;
+    return line_up((size_t)w->locals * sizeof(cd_host_row)) + line_up(cd_record_pages_bytes(w->locals)) +
+           line_up(cd_channels_bytes(w->locals)) + line_up(cd_group_memory_bytes(w->locals)) + (size_t)w->locals * w->host.arena_bytes;
 }
 
 cd_status cd_world_lay_out(cd_world *w, void *base, size_t bytes)
@@ -49,6 +49,8 @@ cd_status cd_world_lay_out(cd_world *w, void *base, size_t bytes)
     char *next = base;
     w->host.rows = (cd_host_row *)base;
     next += line_up((size_t)w->locals * sizeof(cd_host_row));
+    w->host.pages = (cd_record_page *)next;
+    next += line_up(cd_record_pages_bytes(w->locals));
     w->host.channels = next;
     next += line_up(cd_channels_bytes(w->locals));
     w->host.team = next;
@@ -115,13 +117,32 @@ static cd_status prepare(cd_world *w, const cd_world_config *c, cd_store *store)
     w->local_of = calloc(ranks, sizeof *w->local_of);
     w->gone = calloc(ranks, sizeof *w->gone);
     w->controls = malloc(ranks * sizeof *w->controls);
-    if (!w->members || !w->host_of || !w->local_of || !w->gone || !w->controls)
+    w->waiting = calloc(ranks, sizeof *w->waiting);
+    if (!w->members || !w->host_of || !w->local_of || !w->gone || !w->controls || !w->waiting)
         return cd_fail(CD_NO_MEMORY, "no memory for a world of %d ranks", c->world);
     for (size_t r = 0; r < ranks; r++)
         w->controls[r] = -1;
     w->locals = 1;
     CD_TRY(arena_bytes(&w->host.arena_bytes));
+    uint64_t stall_s;
+    CD_TRY(cd_knob_number("CDIST_STALL_SECONDS", 0, UINT32_MAX, &stall_s));
+    w->stall_ns = stall_s * CD_NS_PER_S;
     return open_alive_page(w);
+}
+
+static cd_status open_recorder(cd_world *w)
+{
+    if (w->host.pages) {
+        w->page = &w->host.pages[w->local];
+    } else {
+        w->own_page = aligned_alloc(CD_LINE, sizeof *w->own_page);
+        if (!w->own_page)
+            return cd_fail(CD_NO_MEMORY, "no memory for the recorder");
+        memset(w->own_page, 0, sizeof *w->own_page);
+        w->page = w->own_page;
+    }
+    cd_record_page_open(w->page);
+    return CD_OK;
 }
 
 cd_status cd_world_open(const cd_world_config *config, cd_store *store, const cd_patience *patience, cd_world **out)
@@ -135,6 +156,8 @@ cd_status cd_world_open(const cd_world_config *config, cd_store *store, const cd
     cd_status status = prepare(w, config, store);
     if (status == CD_OK && w->world > 1)
         status = cd_world_bootstrap(w, config, patience);
+    if (status == CD_OK)
+        status = open_recorder(w);
     if (status == CD_OK)
         status = cd_group_open_default(w, &w->group);
     if (status != CD_OK) {
@@ -264,6 +287,8 @@ void cd_world_release(cd_world *w)
     free(w->local_of);
     free(w->gone);
     free(w->controls);
+    free(w->waiting);
+    free(w->own_page);
     if (w->alive)
         munmap((void *)(uintptr_t)w->alive, 4096);
     pthread_mutex_destroy(&w->control_lock);

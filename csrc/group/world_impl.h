@@ -7,6 +7,7 @@
 #include "group/greeter.h"
 #include "group/group.h"
 #include "group/handout.h"
+#include "group/recorder.h"
 #include "net/mesh.h"
 #include "shm/channel.h"
 #include "shm/segment.h"
@@ -23,11 +24,17 @@ typedef struct {
 
 typedef struct {
     cd_host_row *rows;  /* by local index */
+    cd_record_page *pages; /* by local index */
     void *channels;
     void *team;         /* memory of the default group */
     void *arena;
     size_t arena_bytes; /* per rank, 0: none */
 } cd_host_layout;
+
+/* The last wait that a rank told of: words of their own, written by the monitor; for texts only. */
+typedef struct {
+    _Atomic uint64_t context, sequence;
+} cd_waiting;
 
 struct cd_world {
     _Atomic int refs;
@@ -50,6 +57,10 @@ struct cd_world {
 
     cd_segment segment;
     cd_host_layout host;
+    cd_record_page *page;     /* of this rank: in the host's memory, or own_page */
+    cd_record_page *own_page; /* where this rank is alone on its host */
+    uint64_t stall_ns;        /* after how long a wait is reported */
+    cd_waiting *waiting;      /* [world]: what ranks said that they wait for */
     cd_arena *arena;
     cd_mesh *mesh;
     _Atomic uint32_t *gone; /* [world]; by world rank: left or lost */

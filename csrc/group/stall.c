@@ -1,0 +1,183 @@
+#include "group/stall.h"
+
+#include "base/log.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+/* A wait that takes longer is told to the ranks of other hosts, so that they can say who came. */
+#define TELL_NS CD_NS_PER_S
+/* More ranks than this are counted, not listed. */
+#define LISTED 16
+#define DESCRIBED 3
+
+cd_record_page *cd_world_page(const cd_world *w, int rank)
+{
+    if (rank == w->rank)
+        return w->page;
+    bool here = w->host.pages && w->host_of[rank] == w->host_of[w->rank];
+    return here ? &w->host.pages[w->local_of[rank]] : NULL;
+}
+
+/* State T in /proc: stopped by a signal. Only where process ids mean the same. */
+static bool is_stopped(const cd_world *w, int rank)
+{
+    const cd_member *me = &w->members[w->rank], *other = &w->members[rank];
+    if (w->world == 1 || other->pid_namespace != me->pid_namespace || other->process == me->process ||
+        memcmp(other->boot_id, me->boot_id, sizeof me->boot_id) != 0)
+        return false;
+    char path[48], text[512];
+    snprintf(path, sizeof path, "/proc/%u/stat", other->process);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t got = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[got > 0 ? got : 0] = 0;
+    /* The name before the state may hold anything, also brackets. */
+    const char *end = strrchr(text, ')');
+    return end && end[1] == ' ' && (end[2] == 'T' || end[2] == 't');
+}
+
+const char *cd_world_describe(const cd_world *w, int rank, char *out, size_t bytes)
+{
+    const cd_record_page *page = cd_world_page(w, rank);
+    bool stopped = is_stopped(w, rank);
+    char what[320] = "";
+    out[0] = 0;
+    if (page)
+        cd_record_describe(page, what, sizeof what);
+    else if (atomic_load_explicit(&w->waiting[rank].sequence, memory_order_relaxed))
+        snprintf(what, sizeof what, "waits itself in the group's operation %llu",
+                 (unsigned long long)atomic_load_explicit(&w->waiting[rank].sequence, memory_order_relaxed));
+    if (what[0] || stopped)
+        snprintf(out, bytes, "rank %d %s%s%s%s", rank, what, stopped && what[0] ? " (" : "",
+                 stopped ? "its process is stopped" : "", stopped && what[0] ? ")" : "");
+    return out;
+}
+
+static bool has_arrived(const cd_group *g, int rank, uint64_t sequence)
+{
+    const cd_world *w = g->world;
+    if (rank == w->rank)
+        return true;
+    const cd_record_page *page = cd_world_page(w, rank);
+    cd_record_view view;
+    if (page)
+        return cd_record_find(page, g->context, &view) && view.sequence >= sequence;
+    return atomic_load_explicit(&w->waiting[rank].context, memory_order_relaxed) == g->context &&
+           atomic_load_explicit(&w->waiting[rank].sequence, memory_order_relaxed) >= sequence;
+}
+
+static size_t append(char *out, size_t bytes, size_t used, const char *text)
+{
+    int wrote = used < bytes ? snprintf(out + used, bytes - used, "%s", text) : 0;
+    return used + (size_t)(wrote > 0 ? wrote : 0);
+}
+
+static size_t list_ranks(const cd_watch *watch, bool arrived, char *out, size_t bytes, size_t used)
+{
+    const cd_group *g = watch->group;
+    int count = 0;
+    char number[24];
+    used = append(out, bytes, used, arrived ? "arrived ranks: [" : "missing ranks: [");
+    for (int i = 0; i < g->size; i++) {
+        if (has_arrived(g, g->world_ranks[i], watch->op->sequence) != arrived)
+            continue;
+        snprintf(number, sizeof number, "%s%d", count ? ", " : "", g->world_ranks[i]);
+        if (count++ < LISTED)
+            used = append(out, bytes, used, number);
+    }
+    if (count > LISTED) {
+        snprintf(number, sizeof number, ", … %d in all", count);
+        used = append(out, bytes, used, number);
+    }
+    return append(out, bytes, used, "]");
+}
+
+const char *cd_watch_describe(const cd_watch *watch, int suspect, char *out, size_t bytes)
+{
+    const cd_group *g = watch->group;
+    char part[400];
+    uint64_t now = cd_now_ns();
+    double waited = watch->started_ns && now > watch->started_ns ? (double)(now - watch->started_ns) / 1e9 : 0;
+    snprintf(part, sizeof part, "waited %.1f s", waited);
+    size_t used = append(out, bytes, 0, part);
+    if (watch->peer == -1 && g->size > 1) {
+        used = append(out, bytes, used, "; ");
+        used = list_ranks(watch, true, out, bytes, used);
+        used = append(out, bytes, used, "; ");
+        used = list_ranks(watch, false, out, bytes, used);
+    }
+    int described = 0;
+    for (int i = 0; i < g->size && described < DESCRIBED; i++) {
+        int rank = g->world_ranks[i];
+        bool late = watch->peer == -1 ? !has_arrived(g, rank, watch->op->sequence) : rank == watch->peer;
+        if (rank == g->world->rank || !(late || rank == suspect))
+            continue;
+        cd_world_describe(g->world, rank, part, sizeof part);
+        if (part[0]) {
+            used = append(out, bytes, used, "; ");
+            used = append(out, bytes, used, part);
+            described++;
+        }
+    }
+    return out;
+}
+
+static void tell(const cd_watch *watch)
+{
+    const cd_group *g = watch->group;
+    cd_notice notice = {.context = g->context, .rank = g->world->rank};
+    snprintf(notice.text, sizeof notice.text, "%llu", (unsigned long long)watch->op->sequence);
+    cd_world_tell(g->world, CD_CONTROL_WAITING, &notice, -1);
+}
+
+static void warn(const cd_watch *watch)
+{
+    const cd_group *g = watch->group;
+    char text[1024], name[96];
+    cd_watch_describe(watch, -1, text, sizeof text);
+    cd_record_view view = {.kind = watch->op->kind, .sequence = watch->op->sequence, .peer = watch->peer};
+    cd_log(CD_LOG_WARN, "rank %d: stall: %s in a group of %d: %s", g->world->rank, cd_record_name(&view, name, sizeof name),
+           g->size, text);
+}
+
+static cd_status watch_idle(void *ctx)
+{
+    cd_watch *watch = ctx;
+    const cd_group *g = watch->group;
+    if (atomic_load_explicit(&g->closed, memory_order_acquire))
+        return cd_fail_rank(CD_ABORTED, g->world->rank, "the process group was destroyed during the operation");
+    uint64_t now = cd_now_coarse_ns();
+    if (!watch->started_ns)
+        watch->started_ns = now;
+    uint64_t waited = now - watch->started_ns;
+    if (!watch->told && g->spans_hosts && watch->peer == -1) {
+        uint64_t all = watch->deadline.at_ns > watch->started_ns ? watch->deadline.at_ns - watch->started_ns : 0;
+        watch->told = waited >= TELL_NS || waited >= all / 2;
+        if (watch->told)
+            tell(watch);
+    }
+    if (!watch->warned && g->world->stall_ns && waited >= g->world->stall_ns) {
+        watch->warned = true;
+        warn(watch);
+    }
+    return watch->idle ? watch->idle(watch->ctx) : CD_OK;
+}
+
+void cd_watch_begin(cd_watch *watch, cd_group *group, const cd_op *op, int peer, cd_patience *patience)
+{
+    *watch = (cd_watch){.group = group, .op = op, .peer = peer, .idle = patience->idle, .ctx = patience->idle_ctx,
+                        .deadline = patience->deadline};
+    patience->idle = watch_idle;
+    patience->idle_ctx = watch;
+}
+
+void cd_watch_end(const cd_watch *watch, cd_patience *patience)
+{
+    patience->idle = watch->idle;
+    patience->idle_ctx = watch->ctx;
+}
