@@ -8,6 +8,7 @@
 #include "py/group.h"
 #include "py/redop.h"
 #include "py/sampler.h"
+#include "py/store.h"
 #include "py/work.h"
 
 static int traverse_state(PyObject *module, visitproc visit, void *arg)
@@ -50,6 +51,7 @@ static int execute(PyObject *module)
         cd_py_p2p_add,
         cd_py_arena_add,
         cd_py_sampler_add,
+        cd_py_store_add,
     };
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)
         if (rooms[i](module) < 0)

@@ -21,6 +21,10 @@
     X(redop_type)                                                                       \
     X(block_type)                                                                       \
     X(store_type)                                                                       \
+    X(tcp_store_type)                                                                   \
+    X(file_store_type)                                                                  \
+    X(hash_store_type)                                                                  \
+    X(prefix_store_type)                                                                \
     X(sampler_type)                                                                     \
     X(reducer_type)
 
@@ -29,6 +33,7 @@ typedef struct {
     CD_PY_STATE_OBJECTS(X)
 #undef X
     const void *exchange_api; /* of exchange_type */
+    void *store_servers;      /* list of this process's multi-tenant servers (store.c) */
 } cd_py_state;
 
 extern struct PyModuleDef cd_py_module;

@@ -264,9 +264,9 @@ static cd_status cancel_wait(tcp_line *line, const cd_patience *patience, bool *
     return *came_p ? tcp_read(line, &answer, 1, &grace) : CD_OK;
 }
 
-cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *keys, size_t count, const cd_patience *patience)
+cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *keys, size_t count, uint64_t budget_ns,
+                    const cd_patience *patience)
 {
-    uint64_t began = cd_now_ns();
     tcp_line *line = NULL;
     cd_patience connecting = *patience;
     if (cd_deadline_left_ns(connecting.deadline) < LEAST_NS)
@@ -287,7 +287,7 @@ cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *ke
     give_line(s, line, usable);
     if (came)
         return CD_OK;
-    return status == CD_TIMED_OUT ? cd_store_expired(cd_now_ns() - began, "/", keys, count) : tcp_lost(s, status);
+    return status == CD_TIMED_OUT ? cd_store_expired(budget_ns, "/", keys, count) : tcp_lost(s, status);
 }
 
 /* ---- the object ---- */

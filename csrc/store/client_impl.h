@@ -46,8 +46,9 @@ cd_status tcp_read(tcp_line *line, void *out, size_t bytes, const cd_patience *p
 /* One request on the shared connection; `read` takes its whole answer (NULL: there is none). */
 cd_status tcp_quick(tcp_store *s, const tcp_message *message, cd_status (*read)(tcp_line *, void *, const cd_patience *), void *out,
                     const cd_patience *patience);
-/* A WAIT request on a connection of its own. `keys` without the leading slash, for the text. */
-cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *keys, size_t count, const cd_patience *patience);
+/* A WAIT request on a connection of its own. For the text: `keys` without the leading slash, and the time that the call had. */
+cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *keys, size_t count, uint64_t budget_ns,
+                    const cd_patience *patience);
 cd_status tcp_add_raw(tcp_store *s, cd_bytes key, int64_t delta, int64_t *value_p, const cd_patience *patience);
 /* CD_PEER_LOST and CD_IO become CD_STORE "store at host:port lost"; others are passed on. */
 cd_status tcp_lost(const tcp_store *s, cd_status status);

@@ -282,6 +282,7 @@ static cd_status tcp_check(cd_store *store, const cd_bytes *keys, size_t count, 
 /* Looks first, on the shared connection: mostly the keys are there, and then this is the one round trip. */
 static cd_status tcp_wait(cd_store *store, const cd_bytes *keys, size_t count, const cd_patience *patience)
 {
+    uint64_t budget_ns = cd_deadline_left_ns(patience->deadline);
     bool all;
     CD_TRY(tcp_check(store, keys, count, &all, patience));
     if (all)
@@ -290,7 +291,7 @@ static cd_status tcp_wait(cd_store *store, const cd_bytes *keys, size_t count, c
         return cd_store_expired(0, "/", keys, count);
     tcp_message message;
     CD_TRY(begin_many(&message, CD_REQ_WAIT, keys, NULL, count));
-    cd_status status = tcp_await((tcp_store *)store, &message, keys, count, patience);
+    cd_status status = tcp_await((tcp_store *)store, &message, keys, count, budget_ns, patience);
     end(&message);
     return status;
 }

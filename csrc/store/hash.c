@@ -72,7 +72,7 @@ static bool has_item(hash_store *s, const void *what)
 static cd_status await(hash_store *s, bool (*ready)(hash_store *, const void *), const void *what, const cd_bytes *keys,
                        size_t count, const cd_patience *patience)
 {
-    uint64_t began = cd_now_ns();
+    uint64_t budget_ns = cd_deadline_left_ns(patience->deadline);
     cd_waiter waiter = cd_waiter_start(patience);
     while (!ready(s, what)) {
         CD_TRY(check_open(s));
@@ -80,7 +80,7 @@ static cd_status await(hash_store *s, bool (*ready)(hash_store *, const void *),
         if (status == CD_TIMED_OUT && ready(s, what))
             return CD_OK;
         if (status == CD_TIMED_OUT)
-            return cd_store_expired(cd_now_ns() - began, "", keys, count);
+            return cd_store_expired(budget_ns, "", keys, count);
         CD_TRY(status);
     }
     return check_open(s);

@@ -213,6 +213,14 @@ static void test_kinds(void)
     cd_store *s;
     CHECK_OK(cd_hash_store_create(&s));
     check_with_prefix(s);
+    char path[] = "/tmp/cdist_test_XXXXXX";
+    int fd = mkstemp(path);
+    CHECK(fd >= 0);
+    close(fd);
+    cd_patience p = within_ms(1000);
+    CHECK_OK(cd_file_store_open(path, 1, &p, &s));
+    check_with_prefix(s);
+    CHECK(access(path, F_OK) != 0);
     cd_server *server = serve(NULL);
     check_with_prefix(connect_to(server, NULL));
     cd_server_stop(server);

@@ -1,0 +1,132 @@
+"""Init methods: env://, tcp://, file://, and who launched the process."""
+
+import socket
+
+import pytest
+
+from cdist import rendezvous as module
+from cdist.rendezvous import find_launcher, register_rendezvous_handler, rendezvous
+from cdist.store import PrefixStore, TCPStore
+
+VARIABLES = (
+    "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT".split()
+    + [name for names in module._LAUNCHERS.values() for name in names]
+)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_env(monkeypatch):
+    for name, value in dict(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()).items():
+        monkeypatch.setenv(name, str(value))
+    iterator = rendezvous("env://")
+    store, rank, world = next(iterator)
+    assert (rank, world) == (0, 1)
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+    with pytest.raises(RuntimeError, match="Unable to perform .*rendezvous using env:// method"):
+        next(iterator)
+
+
+def test_env_query_goes_first(monkeypatch):
+    for name, value in dict(RANK=5, WORLD_SIZE=9, MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port()).items():
+        monkeypatch.setenv(name, str(value))
+    assert next(rendezvous("env://?rank=0&world_size=1"))[1:] == (0, 1)
+    assert next(rendezvous("env://", 0, 1))[1:] == (0, 1)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_env_names_what_is_missing(monkeypatch, missing):
+    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500").items():
+        if name != missing:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"environment variable {missing} expected, but not set"):
+        next(rendezvous("env://"))
+
+
+def test_agent_store_is_joined_and_keys_are_of_the_attempt(monkeypatch):
+    agent = TCPStore("127.0.0.1", 0, None, True)
+    for name, value in dict(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=agent.port).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    store = next(rendezvous("env://"))[0]
+    assert isinstance(store, PrefixStore)
+    store.set("k", "v")
+    assert agent.get("/worker/job/attempt_3/k") == b"v"
+    # Another endpoint is the workers' own, also under an agent.
+    private = next(rendezvous(f"tcp://127.0.0.1:{_free_port()}?rank=0&world_size=1"))[0]
+    assert isinstance(private, TCPStore)
+
+
+def test_tcp():
+    store, rank, world = next(rendezvous(f"tcp://127.0.0.1:{_free_port()}?rank=0&world_size=1"))
+    assert (rank, world, store.add("n", 1)) == (0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "url, text",
+    [
+        ("tcp://127.0.0.1?rank=0&world_size=1", "port number missing"),
+        ("tcp://127.0.0.1:23456?world_size=1", "rank parameter missing"),
+        ("tcp://127.0.0.1:23456?rank=0", "world size parameter missing"),
+        ("tcp://127.0.0.1:70000?rank=0&world_size=1", "0 to 65535"),
+        ("file://?rank=0&world_size=1", "path missing"),
+        ("file:///tmp/x?rank=0", "world size parameter missing"),
+        ("env://?rank=zero", "must be a number"),
+    ],
+)
+def test_bad_urls(url, text):
+    with pytest.raises(ValueError, match=text):
+        next(rendezvous(url))
+
+
+def test_unknown_scheme_and_double_rank():
+    with pytest.raises(RuntimeError, match="No rendezvous handler for foo://"):
+        rendezvous("foo://")
+    with pytest.raises(AssertionError, match="already"):
+        rendezvous("tcp://127.0.0.1:1?rank=0", rank=0)
+
+
+def test_file(tmp_path):
+    path = tmp_path / "f"
+    first = next(rendezvous(f"file://{path}", 0, 2))
+    second = next(rendezvous(f"file://{path}", 1, 2))
+    first[0].set("k", "v")
+    assert second[0].get("k") == b"v" and second[1:] == (1, 2)
+
+
+def test_own_handler(monkeypatch):
+    monkeypatch.setattr(module, "_handlers", dict(module._handlers))
+    register_rendezvous_handler("own", lambda url, **kwargs: iter([(url, kwargs["timeout"], 0)]))
+    assert next(rendezvous("own://x", timeout=3)) == ("own://x", 3, 0)
+    with pytest.raises(RuntimeError, match="already"):
+        register_rendezvous_handler("own", None)
+
+
+@pytest.mark.parametrize("name", module._LAUNCHERS)
+def test_launchers_stand_in_for_rank(monkeypatch, name):
+    for variable, value in zip(module._LAUNCHERS[name], ["0", "1", "0", "1"], strict=True):
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    assert find_launcher() == dict(name=name, rank=0, world_size=1, local_rank=0, local_world_size=1)
+    store, rank, world = next(rendezvous("env://"))
+    assert (rank, world, store.add("n", 1)) == (0, 1, 1)
+
+
+@pytest.mark.parametrize("nodes, first", [("a", "a"), ("a01,b", "a01"), ("n[03-07,9],m", "n03"), ("n[5]", "n5")])
+def test_first_host_of_slurm(monkeypatch, nodes, first):
+    monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+    assert module._first_slurm_host() == first
