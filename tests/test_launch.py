@@ -20,8 +20,6 @@ from cdist.launch.exits import MemoryWatch
 from cdist.launch.logs import Stream
 from cdist.launch.record import read_error, record
 
-pytest.importorskip("cdist.store")      # the launcher hosts a TCPStore
-
 LIMIT = 30      # seconds; only a hang takes as long
 PER_NODE = "--nproc-per-node"
 
@@ -252,6 +250,23 @@ def test_threads_follow_the_usable_cores(launcher):  # K169
     assert all(row[1] == len(row[2:]) for row in rows)
     assert set.union(*masks.values()) <= set(usable)
     assert len(usable) == 1 or not masks[0] & masks[1]
+
+
+@pytest.mark.parametrize("package", ["cdist", "torch.distributed"])
+def test_the_launchers_store_serves_the_ranks(launcher, package):
+    """The secret of the job is there, and does not keep torch's clients out."""
+    pytest.importorskip(package)
+    script = launcher.script("""
+        import importlib
+        package = importlib.import_module(sys.argv[1])
+        assert len(os.environ["CDIST_JOB_SECRET"]) == 64
+        store = package.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store.set(f"{rank}", "here")
+        store.wait(["0", "1"])
+        print(rank)
+        """)
+    result = launcher.run(PER_NODE, 2, script, package)
+    assert sorted(result.stdout.splitlines()) == ["0", "1"], result.stderr
 
 
 # -- failures

@@ -589,6 +589,15 @@ static int number_or(PyObject *value, const char *name, int fallback, int *out)
     return cd_py_is_given(value) ? cd_py_int(value, name, out) : 0;
 }
 
+/* The launcher's store: torchrun's, or cdistrun's, which torch's clients use too. It speaks the plain protocol, also where the
+ * job has a secret; that is for the connections between ranks then. */
+static bool is_agents_store(const char *host, int port)
+{
+    const char *used = getenv("TORCHELASTIC_USE_AGENT_STORE");
+    const char *address = getenv("MASTER_ADDR"), *number = getenv("MASTER_PORT");
+    return used && strcmp(used, "True") == 0 && address && strcmp(address, host) == 0 && number && atoi(number) == port;
+}
+
 static int tcp_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers", "multi_tenant",
@@ -620,6 +629,8 @@ static int tcp_init(PyObject *object, PyObject *args, PyObject *keywords)
         cd_py_raise(state, CD_BAD_ARGUMENT);
         return -1;
     }
+    if (!is_master && is_agents_store(name, port))
+        secret = (cd_secret){0};
     Py_XSETREF(self->host, Py_NewRef(host));
     self->port = port;
     self->use_libuv = (char)use_libuv;

@@ -54,7 +54,8 @@ def _listen(address, port, several_nodes):
 
 def _resolve(address, port):
     try:    # numbers, as bytes, need neither the resolver's files nor Python's tables for names
-        return socket.getaddrinfo(address.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        return socket.getaddrinfo(address.encode(), port, type=socket.SOCK_STREAM,
+                                  flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
 
