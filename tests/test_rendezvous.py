@@ -3,7 +3,6 @@
 import socket
 
 import pytest
-
 from cdist import rendezvous as module
 from cdist.rendezvous import find_launcher, register_rendezvous_handler, rendezvous
 from cdist.store import PrefixStore, TCPStore

@@ -11,7 +11,6 @@ import time
 from datetime import timedelta
 
 import pytest
-
 from cdist import errors
 from cdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 

@@ -3,12 +3,10 @@
 #include "py/args.h"
 #include "py/errors.h"
 #include "py/glue.h"
+#include "py/store.h"
 
 #include <string.h>
 #include <structmember.h>
-
-/* The C store behind a Python store object (csrc/py/store.c), retained. Weak: a build without that room has no stores. */
-int cd_py_store_get(cd_py_state *state, PyObject *object, cd_store **out) __attribute__((weak));
 
 /* ---------------------------------------------------------------------------------------------------- for the others */
 
@@ -151,10 +149,6 @@ static PyObject *open_world(PyObject *type, PyObject *args, PyObject *keywords)
     if (!state || parse_open(args, keywords, &parsed) < 0)
         return NULL;
     cd_store *store = NULL;
-    if (!cd_py_store_get) {
-        PyErr_SetString(PyExc_RuntimeError, "this build of cdist has no stores to meet through");
-        return NULL;
-    }
     if (cd_py_store_get(state, parsed.store, &store) < 0)
         return NULL;
     cd_world *world = NULL;

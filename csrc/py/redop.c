@@ -16,12 +16,12 @@ int cd_py_redop_read(cd_py_state *state, PyObject *object, cd_redop *redop_p, do
         *redop_p = CD_SUM;
         return 0;
     }
-    if (PyObject_TypeCheck(object, (PyTypeObject *)state->redop_type)) {
-        *redop_p = (cd_redop)((cd_py_redop *)object)->op;
-        *factor_p = ((cd_py_redop *)object)->factor;
-        return 0;
-    }
     if (!PyLong_Check(object)) {
+        if (PyObject_TypeCheck(object, (PyTypeObject *)state->redop_type)) {
+            *redop_p = (cd_redop)((cd_py_redop *)object)->op;
+            *factor_p = ((cd_py_redop *)object)->factor;
+            return 0;
+        }
         PyErr_Format(PyExc_TypeError, "op must be a ReduceOp, not %s", Py_TYPE(object)->tp_name);
         return -1;
     }

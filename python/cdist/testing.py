@@ -207,14 +207,13 @@ def run(function, world=2, *args, timeout=60, group_timeout=30, transport=None, 
         environ["CDIST_TRANSPORT"] = "tcp" if transport == "tcp" else "auto"
     server, initialise = _tcp_init(backend, group_timeout) if init is True else (None, init or None)
     deadline = time.monotonic() + timeout
-    children = []
+    children, data, in_time = [], [], False
     try:
         for rank in range(world):
             children.append(_start(rank, world, function, args, initialise, environ))
         data, in_time = _collect([reader for _, reader in children], deadline)
     finally:
         pids = [pid for pid, _ in children]
-        in_time = "in_time" in locals() and in_time
         statuses = _reap(pids, 5 if in_time else 0)
         strays = _groups_alive(set(pids))
         for pid in strays:
