@@ -5,10 +5,13 @@ Switches, from the environment:
     CDIST_SANITIZE=address,undefined    (or thread) a sanitizer build
     CDIST_COVERAGE=1                    a build for gcov
     CDIST_WERROR=1                      warnings are errors (CI)
+    CDIST_NVCC=/path/nvcc               compiler of the GPU kernels; empty: none (default: the one in PATH or /usr/local/cuda)
 """
 
 import os
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy
@@ -27,10 +30,41 @@ SIMD_FLAGS = {
 }
 
 
+# Machine code for Ampere and Hopper, and PTX, which later GPUs compile for themselves.
+NVCC_TARGETS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90",
+                "-gencode=arch=compute_90,code=compute_90"]
+
+
+def embed_kernels(folder):
+    """Writes the GPU kernels as a C file: nvcc's image where nvcc is there, and always their source, for NVRTC."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kernels, params = ROOT / "csrc/cuda/kernels.cu", ROOT / "csrc/cuda/kernel_params.h"
+    made = folder / "kernels_image.c"
+    nvcc = os.environ.get("CDIST_NVCC", shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc") or "")
+    stamp = f"/* by {nvcc or 'no nvcc'} */\n"
+    newest = max(path.stat().st_mtime for path in (kernels, params, ROOT / "setup.py"))
+    if made.exists() and made.stat().st_mtime > newest and made.read_text().startswith(stamp):
+        return made
+    image = b"\0"
+    if nvcc:
+        fatbin = folder / "kernels.fatbin"
+        subprocess.run([nvcc, "-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-fatbin", *NVCC_TARGETS, str(kernels),
+                        "-o", str(fatbin)], check=True)
+        image = fatbin.read_bytes()
+    source = kernels.read_text().replace('#include "cuda/kernel_params.h"', params.read_text()).encode("ascii", "replace")
+    made.write_text(
+        stamp + '#include "cuda/kernels.h"\n'
+        + "const unsigned char cd_kernels_image[] CD_ALIGNED(64) = {" + ",".join(map(str, image)) + "};\n"
+        + "const char cd_kernels_source[] = {" + ",".join(map(str, source)) + ",0};\n")
+    return made
+
+
 class BuildExt(build_ext):
-    """Compiles files in parallel and gives the SIMD files their instruction sets."""
+    """Compiles files in parallel, gives the SIMD files their instruction sets, and adds the GPU kernels."""
 
     def build_extension(self, ext):
+        image = embed_kernels(ROOT / "build" / "kernels")
+        ext.sources = [*ext.sources, str(image.relative_to(ROOT))]
         flags = SIMD_FLAGS.get(platform.machine(), {})
         compile_one = self.compiler._compile
 

@@ -9,6 +9,8 @@
 #define CD_MUST_USE __attribute__((warn_unused_result))
 #define CD_COLD __attribute__((cold, noinline))
 #define CD_UNUSED __attribute__((unused))
+/* A symbol that may be absent from the link: its address is NULL then. */
+#define CD_WEAK __attribute__((weak))
 #define cd_likely(x) __builtin_expect(!!(x), 1)
 #define cd_unlikely(x) __builtin_expect(!!(x), 0)
 

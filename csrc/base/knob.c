@@ -20,6 +20,7 @@ static const cd_knob_row rows[] = {
     {"CDIST_DEBUG", "OFF", "OFF, INFO or DETAIL: extra checks (TORCH_DISTRIBUTED_DEBUG is honoured too)"},
     {"CDIST_NCCL_LIB", "", "path of libnccl.so.2; default: the loaded one, wheels' folders, the system"},
     {"CDIST_CUDA_LIB", "", "path of libcuda.so.1; default: the system's"},
+    {"CDIST_NVRTC_LIB", "", "path of libnvrtc (compiles our kernels where the build had no nvcc); default: as for NCCL"},
 };
 
 const cd_knob_row *cd_knob_rows(size_t *count_p)
