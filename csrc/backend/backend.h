@@ -1,6 +1,6 @@
 /* The contract between a group and one way to run operations. A new backend can be written from this header alone.
  *
- * Life: open → run/start … → abort (any time) → free. One backend belongs to one group and one device type. */
+ * Life: open → run/start … → abort, at any time → free. One backend belongs to one group and one device type. */
 #ifndef CD_BACKEND_BACKEND_H
 #define CD_BACKEND_BACKEND_H
 
@@ -20,7 +20,8 @@ typedef struct {
     cd_team *team; /* ranks, cause, gone; shm and mesh for the CPU backend */
     cd_exchange_func exchange;
     void *exchange_ctx;
-    cd_backend *parent;      /* same device type of the group this one was split from, or NULL */
+    cd_backend *parent;      /* same device type of the group this one was split from, or NULL; given only when *every* rank of
+                              * the parent opens a new group now (or sits out: cd_gpu_sit_out_split) */
     const int *parent_ranks; /* ranks of the members in the parent, when parent is given */
     int device_index;        /* GPU bound to this rank, −1 if none was named */
     bool eager;              /* connect at open (init_process_group(device_id=…)) */
@@ -42,8 +43,9 @@ typedef struct {
     /* Asynchronous form for backends that have their own queue (GPU): enqueues in the backend's stream behind op->stream's work
      * and gives an event. NULL: the group's worker thread calls run(). */
     cd_status (*start)(cd_backend *, const cd_op *, const cd_patience *, cd_event **out);
-    /* Events: only with start. done: CD_OK and *done_p; failures are the operation's. wait_host blocks; join_stream makes
-     * `stream` wait for the event without blocking the host. */
+    /* Events: only with start. done: CD_OK and *done_p; failures are the operation's. wait_host blocks; CD_WAIT_EXPIRED when
+     * its patience ends first (the operation's own deadline is kept by the backend). join_stream makes `stream` wait for the
+     * event without blocking the host. An event keeps its backend's memory alive and may be freed after it. */
     cd_status (*event_done)(cd_event *, bool *done_p);
     cd_status (*event_wait_host)(cd_event *, const cd_patience *);
     cd_status (*event_join_stream)(cd_event *, void *stream);

@@ -1,9 +1,303 @@
-/* GPU operations: not part of this build yet; every use says so. */
-#include "backend/backend.h"
+/* NCCL in the caller's stream (run) or in the group's own (start). This file: life and the entry points of the contract. */
+#include "backend/gpu_impl.h"
+
+#include <stdlib.h>
+
+enum { EVENTS_MADE_AHEAD = 16 };
+
+static cd_gpu_backend *of(cd_backend *backend)
+{
+    return (cd_gpu_backend *)backend;
+}
+
+/* A coalesced group holds the lock from begin to end; its owner comes in again. */
+static bool owns_group(const cd_gpu_backend *b)
+{
+    return b->grouping && pthread_equal(b->group_owner, pthread_self());
+}
+
+/* Lock and context around each entry point. */
+typedef struct {
+    bool locked, pushed;
+} visit;
+
+static cd_status visit_begin(cd_gpu_backend *b, visit *v)
+{
+    v->locked = !owns_group(b);
+    if (v->locked)
+        pthread_mutex_lock(&b->lock);
+    cd_status status = cd_gpu_enter(&b->gpu, &v->pushed);
+    if (cd_unlikely(status != CD_OK) && v->locked)
+        pthread_mutex_unlock(&b->lock);
+    return status;
+}
+
+static void visit_end(cd_gpu_backend *b, const visit *v, cd_status status)
+{
+    if (cd_unlikely(cd_status_is_sticky(status) || status == CD_INTERRUPTED))
+        atomic_store(&b->broken, true);
+    cd_gpu_leave(&b->gpu, v->pushed);
+    if (v->locked)
+        pthread_mutex_unlock(&b->lock);
+}
+
+static bool gpu_is_quick(cd_backend *backend, const cd_op *op)
+{
+    (void)backend;
+    return op->kind != CD_BARRIER;
+}
+
+/* Event and listing of an operation that was just enqueued. Inside a group it is listed by the group's end. */
+static cd_status note_running(cd_gpu_backend *b, const cd_op *op, const cd_patience *patience, cd_event **keep)
+{
+    cd_event *event = 0;
+    CD_TRY(cd_gpu_event_take(b, op, patience, &event));
+    cd_status status = cd_gpu_event_record(b, event, op->stream);
+    if (keep && status == CD_OK)
+        *keep = event;
+    else
+        cd_gpu_event_unref(event);
+    return status;
+}
+
+static cd_status gpu_run(cd_backend *backend, const cd_op *op, const cd_patience *patience)
+{
+    cd_gpu_backend *b = of(backend);
+    cd_event *barrier = 0;
+    visit v;
+    CD_TRY(visit_begin(b, &v));
+    cd_status status = cd_gpu_launch(b, op, op->stream, patience);
+    if (cd_likely(status == CD_OK) && !b->grouping)
+        status = note_running(b, op, patience, op->kind == CD_BARRIER ? &barrier : 0);
+    visit_end(b, &v, status);
+    /* The one operation without data that a stream could order: the host itself waits. */
+    if (barrier && !barrier->captured)
+        status = cd_gpu_event_wait_host(barrier, patience);
+    if (barrier)
+        cd_gpu_event_unref(barrier);
+    if (status == CD_WAIT_EXPIRED)
+        status = cd_fail(CD_TIMED_OUT, "a rank did not arrive before the deadline");
+    return status;
+}
+
+/* Our stream waits for the caller's, runs the operation, records its end. */
+static cd_status start_in_own_stream(cd_gpu_backend *b, const cd_op *op, const cd_patience *patience, cd_event *event)
+{
+    CD_TRY(cd_driver_check(&b->driver, b->driver.event_record(b->fork, op->stream), "cuEventRecord"));
+    CD_TRY(cd_driver_check(&b->driver, b->driver.stream_wait_event(b->stream, b->fork, 0), "cuStreamWaitEvent"));
+    CD_TRY(cd_gpu_launch(b, op, b->stream, patience));
+    if (!b->grouping)
+        return cd_gpu_event_record(b, event, b->stream);
+    atomic_fetch_add_explicit(&event->refs, 1, memory_order_relaxed);
+    event->next = b->grouped;
+    b->grouped = event;
+    return CD_OK;
+}
+
+static cd_status gpu_start(cd_backend *backend, const cd_op *op, const cd_patience *patience, cd_event **out)
+{
+    cd_gpu_backend *b = of(backend);
+    cd_event *event = 0;
+    visit v;
+    CD_TRY(visit_begin(b, &v));
+    cd_status status = cd_gpu_event_take(b, op, patience, &event);
+    if (status == CD_OK)
+        status = start_in_own_stream(b, op, patience, event);
+    visit_end(b, &v, status);
+    if (cd_unlikely(status != CD_OK)) {
+        if (event)
+            cd_gpu_event_unref(event);
+        return status;
+    }
+    atomic_fetch_add_explicit(&b->refs, 1, memory_order_relaxed);
+    *out = event;
+    return CD_OK;
+}
+
+static cd_status gpu_group_begin(cd_backend *backend)
+{
+    cd_gpu_backend *b = of(backend);
+    if (owns_group(b))
+        return cd_fail(CD_BAD_ARGUMENT, "a coalesced group is already open in this thread");
+    pthread_mutex_lock(&b->lock);
+    if (!atomic_load(&b->comm) || b->nccl.group_start() != CD_NCCL_SUCCESS) {
+        pthread_mutex_unlock(&b->lock);
+        return cd_gpu_cause(b);
+    }
+    b->group_owner = pthread_self();
+    b->grouping = true;
+    return CD_OK;
+}
+
+/* Records the events of the operations that were started inside the group. */
+static cd_status record_grouped(cd_gpu_backend *b, cd_status status)
+{
+    while (b->grouped) {
+        cd_event *event = b->grouped;
+        b->grouped = event->next;
+        if (status == CD_OK)
+            status = cd_gpu_event_record(b, event, b->stream);
+        cd_gpu_event_unref(event);
+    }
+    return status;
+}
+
+static cd_status gpu_group_end(cd_backend *backend, const cd_patience *patience)
+{
+    cd_gpu_backend *b = of(backend);
+    bool pushed;
+    if (!owns_group(b))
+        return cd_fail(CD_BAD_ARGUMENT, "no coalesced group is open in this thread");
+    b->grouping = false;
+    cd_status status = cd_gpu_enter(&b->gpu, &pushed);
+    cd_nccl_result result = b->nccl.group_end();
+    cd_nccl_comm comm = atomic_load(&b->comm);
+    if (status == CD_OK)
+        status = comm ? cd_gpu_settle(b, comm, result, "coalesced operations", patience) : cd_gpu_cause(b);
+    cd_status after = cd_gpu_finish_deferred(b, status == CD_OK);
+    status = record_grouped(b, status == CD_OK ? after : status);
+    visit_end(b, &(visit){.locked = true, .pushed = pushed}, status);
+    return status;
+}
+
+static void gpu_abort(cd_backend *backend)
+{
+    cd_gpu_watch_abort(of(backend));
+}
+
+void cd_gpu_backend_unref(cd_gpu_backend *b)
+{
+    /* Acquire and release: the last one sees all that the others did. */
+    if (atomic_fetch_sub_explicit(&b->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    cd_gpu_events_close(b);
+    if (b->gpu.context) {
+        bool pushed;
+        if (cd_gpu_enter(&b->gpu, &pushed) == CD_OK) {
+            cd_gpu_blocks_close(b);
+            if (b->fork)
+                b->driver.event_destroy(b->fork);
+            if (b->word)
+                b->driver.mem_free(b->word);
+            if (b->stream)
+                b->driver.stream_destroy(b->stream);
+            cd_kernels_close(&b->kernels);
+            cd_gpu_leave(&b->gpu, pushed);
+        }
+        cd_gpu_close(&b->gpu);
+    }
+    cd_nccl_close(&b->nccl);
+    cd_driver_close(&b->driver);
+    pthread_mutex_destroy(&b->lock);
+    pthread_mutex_destroy(&b->events_lock);
+    pthread_mutex_destroy(&b->watch_lock);
+    pthread_cond_destroy(&b->watch_wake);
+    free(b);
+}
+
+static void gpu_free(cd_backend *backend)
+{
+    if (!backend)
+        return;
+    cd_gpu_backend *b = of(backend);
+    bool pushed = false;
+    /* First: from here on nobody else touches the communicator; closing looks at the cause itself. */
+    cd_gpu_watch_stop(b);
+    if (b->gpu.context && cd_gpu_enter(&b->gpu, &pushed) == CD_OK) {
+        cd_gpu_close_comm(b);
+        cd_gpu_leave(&b->gpu, pushed);
+    }
+    atomic_store(&b->closed, true);
+    cd_gpu_backend_unref(b);
+}
+
+static const cd_backend_ops gpu_ops = {
+    .name = "nccl",
+    .device = CD_CUDA,
+    .supports = cd_gpu_supports,
+    .is_quick = gpu_is_quick,
+    .run = gpu_run,
+    .start = gpu_start,
+    .event_done = cd_gpu_event_done,
+    .event_wait_host = cd_gpu_event_wait_host,
+    .event_join_stream = cd_gpu_event_join_stream,
+    .event_free = cd_gpu_event_free,
+    .group_begin = gpu_group_begin,
+    .group_end = gpu_group_end,
+    .abort = gpu_abort,
+    .free = gpu_free,
+};
+
+/* What this rank needs for itself; context stays current until the caller leaves it. */
+static cd_status prepare(cd_gpu_backend *b, const cd_backend_env *env, bool *pushed_p)
+{
+    int fallback = b->team->world_ranks ? b->team->world_ranks[b->rank] : b->rank;
+    CD_TRY(cd_driver_open(&b->driver));
+    CD_TRY(cd_nccl_open(&b->nccl));
+    CD_TRY(cd_gpu_open(&b->gpu, &b->driver, env->device_index, fallback));
+    CD_TRY(cd_gpu_enter(&b->gpu, pushed_p));
+    const cd_driver *d = &b->driver;
+    int least = 0, greatest = 0;
+    CD_TRY(cd_driver_check(d, d->ctx_priorities(&least, &greatest), "cuCtxGetStreamPriorityRange"));
+    CD_TRY(cd_driver_check(d, d->stream_create(&b->stream, CD_CU_STREAM_NON_BLOCKING, greatest), "cuStreamCreate"));
+    CD_TRY(cd_driver_check(d, d->event_create(&b->fork, CD_CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
+    CD_TRY(cd_driver_check(d, d->mem_alloc(&b->word, sizeof(uint64_t)), "cuMemAlloc"));
+    CD_TRY(cd_driver_check(d, d->set_bytes_async(b->word, 0, sizeof(uint64_t), b->stream), "cuMemsetD8Async"));
+    cd_kernels_open(&b->kernels, &b->gpu);
+    return CD_OK;
+}
+
+static cd_status fill_pool(cd_gpu_backend *b)
+{
+    cd_event *made[EVENTS_MADE_AHEAD];
+    cd_op none = {.kind = CD_BARRIER};
+    cd_patience never = {.deadline = CD_NEVER};
+    cd_status status = CD_OK;
+    int n = 0;
+    while (n < EVENTS_MADE_AHEAD && (status = cd_gpu_event_take(b, &none, &never, &made[n])) == CD_OK)
+        n++;
+    while (n > 0)
+        cd_gpu_event_unref(made[--n]);
+    return status;
+}
+
+static void init_locks(cd_gpu_backend *b)
+{
+    pthread_condattr_t attributes;
+    pthread_mutex_init(&b->lock, 0);
+    pthread_mutex_init(&b->events_lock, 0);
+    pthread_mutex_init(&b->watch_lock, 0);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&b->watch_wake, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
 
 cd_status cd_backend_open_gpu(const cd_backend_env *env, cd_backend **out)
 {
-    (void)env;
-    (void)out;
-    return cd_fail(CD_UNSUPPORTED, "GPU arrays: this build of cdist has no GPU backend; move the data to the host first");
+    cd_gpu_backend *b = calloc(1, sizeof *b);
+    if (!b)
+        return cd_fail(CD_NO_MEMORY, "no memory for the GPU side of a group");
+    b->base.ops = &gpu_ops;
+    b->team = env->team;
+    b->rank = env->team->rank;
+    b->world = env->team->world;
+    atomic_store(&b->refs, 1);
+    init_locks(b);
+    bool pushed = false;
+    cd_status status = cd_gpu_connect(b, env, prepare(b, env, &pushed), env->patience);
+    if (status == CD_OK)
+        status = fill_pool(b);
+    if (status == CD_OK)
+        status = cd_gpu_watch_start(b);
+    if (pushed)
+        cd_gpu_leave(&b->gpu, true);
+    if (status != CD_OK) {
+        cd_error kept = *cd_last_error();
+        gpu_free(&b->base);
+        return cd_fail_with(&kept);
+    }
+    *out = &b->base;
+    return CD_OK;
 }
+

@@ -1,0 +1,34 @@
+/* What the GPU backend offers beyond the contract of backend.h: memory that NCCL has registered, and facts for texts and tests.
+ * Every function takes a backend made by cd_backend_open_gpu. */
+#ifndef CD_BACKEND_GPU_H
+#define CD_BACKEND_GPU_H
+
+#include "backend/backend.h"
+
+/* Device memory from NCCL's own allocator (ncclMemAlloc), registered with the group's communicator, so that collectives on it
+ * need no staging; plain device memory where NCCL is older than 2.19. Local. Errors: CD_NO_MEMORY, CD_GPU, the group's cause. */
+cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, void **out);
+/* Gives it back; the caller has made sure that no queued work uses it. Also after an abort. Takes NULL. */
+void cd_gpu_release(cd_backend *backend, void *memory);
+
+typedef struct {
+    int index;           /* of the GPU, as this process numbers them */
+    int nccl_version;    /* 22807 = 2.28.7 */
+    const char *kernels; /* "nvcc", "nvrtc" or "driver copies" */
+    const char *name;    /* of the GPU */
+    const char *pci;
+} cd_gpu_facts;
+
+/* Texts live as long as the backend. */
+cd_gpu_facts cd_gpu_describe(const cd_backend *backend);
+
+/* Copies between this host's memory and the GPU, behind all work of the legacy default stream; return when done. For tests
+ * and object collectives. */
+cd_status cd_gpu_copy_in(cd_backend *backend, void *to, const void *from, size_t bytes);
+cd_status cd_gpu_copy_out(cd_backend *backend, void *to, const void *from, size_t bytes);
+
+/* A rank of the parent that is in no new group calls this while the others open theirs with that parent (ncclCommSplit is
+ * collective over the parent). */
+cd_status cd_gpu_sit_out_split(cd_backend *parent, const cd_patience *patience);
+
+#endif

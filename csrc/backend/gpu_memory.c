@@ -1,0 +1,118 @@
+/* Memory that NCCL knows, and the facts and copies of backend/gpu.h. */
+#include "backend/gpu_impl.h"
+
+#include <stdlib.h>
+
+static void give_back(cd_gpu_backend *b, const cd_gpu_block *block)
+{
+    cd_nccl_comm comm = atomic_load(&b->comm);
+    if (block->handle && comm)
+        b->nccl.comm_deregister(comm, block->handle);
+    if (block->nccl)
+        b->nccl.mem_free(block->memory);
+    else
+        b->driver.mem_free(cd_gpu_address(block->memory));
+}
+
+static cd_status take(cd_gpu_backend *b, size_t bytes, cd_gpu_block *out)
+{
+    *out = (cd_gpu_block){.nccl = b->nccl.version >= CD_NCCL_MEMORY_SINCE && b->nccl.mem_alloc && b->nccl.mem_free};
+    if (!out->nccl) {
+        cd_cu_address address = 0;
+        CD_TRY(cd_driver_check(&b->driver, b->driver.mem_alloc(&address, bytes), "cuMemAlloc"));
+        out->memory = (void *)(uintptr_t)address;
+        return CD_OK;
+    }
+    cd_nccl_result result = b->nccl.mem_alloc(&out->memory, bytes);
+    if (result != CD_NCCL_SUCCESS)
+        return cd_fail(CD_NO_MEMORY, "NCCL gives no %zu bytes of GPU memory: %s", bytes, b->nccl.error_text(result));
+    cd_nccl_comm comm = atomic_load(&b->comm);
+    /* Registration is an optimisation: memory that NCCL does not register works all the same. */
+    if (comm && b->nccl.comm_register && b->nccl.comm_register(comm, out->memory, bytes, &out->handle) != CD_NCCL_SUCCESS)
+        out->handle = 0;
+    return CD_OK;
+}
+
+static cd_status remember(cd_gpu_backend *b, const cd_gpu_block *block)
+{
+    if (b->block_count == b->block_room) {
+        size_t room = b->block_room ? b->block_room * 2 : 16;
+        cd_gpu_block *more = realloc(b->blocks, room * sizeof *more);
+        if (!more)
+            return cd_fail(CD_NO_MEMORY, "no memory to remember a GPU allocation");
+        b->blocks = more;
+        b->block_room = room;
+    }
+    b->blocks[b->block_count++] = *block;
+    return CD_OK;
+}
+
+cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, void **out)
+{
+    cd_gpu_backend *b = (cd_gpu_backend *)backend;
+    cd_gpu_block block;
+    bool pushed;
+    pthread_mutex_lock(&b->lock);
+    cd_status status = cd_gpu_enter(&b->gpu, &pushed);
+    if (status == CD_OK) {
+        status = take(b, bytes ? bytes : 1, &block);
+        if (status == CD_OK && (status = remember(b, &block)) != CD_OK)
+            give_back(b, &block);
+        cd_gpu_leave(&b->gpu, pushed);
+    }
+    pthread_mutex_unlock(&b->lock);
+    if (status == CD_OK)
+        *out = block.memory;
+    return status;
+}
+
+void cd_gpu_release(cd_backend *backend, void *memory)
+{
+    cd_gpu_backend *b = (cd_gpu_backend *)backend;
+    bool pushed;
+    if (!memory)
+        return;
+    pthread_mutex_lock(&b->lock);
+    size_t i = 0;
+    while (i < b->block_count && b->blocks[i].memory != memory)
+        i++;
+    if (i < b->block_count && cd_gpu_enter(&b->gpu, &pushed) == CD_OK) {
+        give_back(b, &b->blocks[i]);
+        b->blocks[i] = b->blocks[--b->block_count];
+        cd_gpu_leave(&b->gpu, pushed);
+    }
+    pthread_mutex_unlock(&b->lock);
+}
+
+void cd_gpu_blocks_close(cd_gpu_backend *b)
+{
+    for (size_t i = 0; i < b->block_count; i++)
+        give_back(b, &b->blocks[i]);
+    free(b->blocks);
+}
+
+cd_gpu_facts cd_gpu_describe(const cd_backend *backend)
+{
+    const cd_gpu_backend *b = (const cd_gpu_backend *)backend;
+    return (cd_gpu_facts){b->gpu.index, b->nccl.version, b->kernels.origin, b->gpu.name, b->gpu.pci};
+}
+
+cd_status cd_gpu_copy_in(cd_backend *backend, void *to, const void *from, size_t bytes)
+{
+    cd_gpu_backend *b = (cd_gpu_backend *)backend;
+    bool pushed;
+    CD_TRY(cd_gpu_enter(&b->gpu, &pushed));
+    cd_cu_result result = b->driver.copy_to_device(cd_gpu_address(to), from, bytes);
+    cd_gpu_leave(&b->gpu, pushed);
+    return cd_driver_check(&b->driver, result, "cuMemcpyHtoD");
+}
+
+cd_status cd_gpu_copy_out(cd_backend *backend, void *to, const void *from, size_t bytes)
+{
+    cd_gpu_backend *b = (cd_gpu_backend *)backend;
+    bool pushed;
+    CD_TRY(cd_gpu_enter(&b->gpu, &pushed));
+    cd_cu_result result = b->driver.copy_to_host(to, cd_gpu_address(from), bytes);
+    cd_gpu_leave(&b->gpu, pushed);
+    return cd_driver_check(&b->driver, result, "cuMemcpyDtoH");
+}

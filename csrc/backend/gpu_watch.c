@@ -1,0 +1,114 @@
+/* The thread that looks after a GPU group while the host is elsewhere: operations past their deadline, errors that NCCL reports
+ * later, and the group's cause, on which it aborts the communicator so that kernels which wait for a dead peer leave the GPU. */
+#include "backend/gpu_impl.h"
+
+#include <time.h>
+
+#define LOOK_NS (20 * CD_NS_PER_MS)
+
+static void publish(cd_gpu_backend *b)
+{
+    cd_cause_publish(b->team->cause, cd_last_error());
+}
+
+static void look_for_errors(cd_gpu_backend *b)
+{
+    /* A caller inside NCCL learns of errors by itself. */
+    if (pthread_mutex_trylock(&b->lock) != 0)
+        return;
+    cd_nccl_comm comm = atomic_load(&b->comm);
+    cd_nccl_result result = CD_NCCL_SUCCESS;
+    if (comm && b->nccl.comm_async_error(comm, &result) == CD_NCCL_SUCCESS && result != CD_NCCL_SUCCESS &&
+        result != CD_NCCL_IN_PROGRESS) {
+        cd_nccl_fail(&b->nccl, comm, result, "NCCL stopped");
+        publish(b);
+    }
+    pthread_mutex_unlock(&b->lock);
+}
+
+static void look_for_late(cd_gpu_backend *b)
+{
+    cd_event *oldest = cd_gpu_events_reap(b);
+    if (!oldest)
+        return;
+    if (cd_now_ns() >= oldest->deadline_ns) {
+        char text[256];
+        int rank = b->team->world_ranks ? b->team->world_ranks[b->rank] : b->rank;
+        cd_fail(CD_TIMED_OUT, "rank %d: %s did not end on the GPU before its deadline: a rank does not take part, or its GPU is "
+                              "busy", rank, cd_descriptor_text(&oldest->op, text, sizeof text));
+        publish(b);
+    }
+    cd_gpu_event_unref(oldest);
+}
+
+/* Sleeps until the next look or a wake-up; says whether to stop and whether an abort was asked for. */
+static bool pause_until_next(cd_gpu_backend *b, bool *abort_p)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    uint64_t at = (uint64_t)until.tv_nsec + LOOK_NS;
+    until.tv_sec += (time_t)(at / CD_NS_PER_S);
+    until.tv_nsec = (long)(at % CD_NS_PER_S);
+    pthread_mutex_lock(&b->watch_lock);
+    if (!b->watch_stop && !b->abort_wanted)
+        pthread_cond_timedwait(&b->watch_wake, &b->watch_lock, &until);
+    bool stop = b->watch_stop;
+    *abort_p = b->abort_wanted;
+    b->abort_wanted = false;
+    pthread_mutex_unlock(&b->watch_lock);
+    return stop;
+}
+
+static void *watch_main(void *arg)
+{
+    cd_gpu_backend *b = arg;
+    bool pushed, wanted;
+    /* Other threads may be capturing a CUDA graph; our queries must not spoil it. */
+    int mode = CD_CU_CAPTURE_MODE_RELAXED;
+    b->driver.exchange_capture_mode(&mode);
+    if (cd_gpu_enter(&b->gpu, &pushed) != CD_OK)
+        return 0;
+    while (!pause_until_next(b, &wanted)) {
+        if (!atomic_load(&b->comm))
+            continue;
+        if (atomic_load_explicit(&b->team->cause->state, memory_order_acquire) == CD_CAUSE_NONE && !wanted) {
+            look_for_errors(b);
+            look_for_late(b);
+        }
+        if (wanted || atomic_load_explicit(&b->team->cause->state, memory_order_acquire) != CD_CAUSE_NONE)
+            cd_gpu_abort_comm(b);
+    }
+    cd_gpu_leave(&b->gpu, pushed);
+    return 0;
+}
+
+cd_status cd_gpu_watch_start(cd_gpu_backend *b)
+{
+    int error = pthread_create(&b->watch, 0, watch_main, b);
+    if (error)
+        return cd_fail_errno(CD_NO_MEMORY, error, "the thread that watches the GPU cannot be started");
+    b->watching = true;
+    return CD_OK;
+}
+
+static void wake(cd_gpu_backend *b, bool *flag)
+{
+    pthread_mutex_lock(&b->watch_lock);
+    *flag = true;
+    pthread_cond_signal(&b->watch_wake);
+    pthread_mutex_unlock(&b->watch_lock);
+}
+
+void cd_gpu_watch_stop(cd_gpu_backend *b)
+{
+    if (!b->watching)
+        return;
+    wake(b, &b->watch_stop);
+    pthread_join(b->watch, 0);
+    b->watching = false;
+}
+
+void cd_gpu_watch_abort(cd_gpu_backend *b)
+{
+    wake(b, &b->abort_wanted);
+}

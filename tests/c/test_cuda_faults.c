@@ -1,0 +1,308 @@
+/* What goes wrong around the GPU backend: missing libraries, shared GPUs, late and dead ranks, errors of NCCL, aborts, splits. */
+#include "gpu_ranks.h"
+
+#include <signal.h>
+
+static bool error_has(const char *part)
+{
+    if (strstr(cd_last_error()->text, part))
+        return true;
+    fprintf(stderr, "expected \"%s\" in \"%s\"\n", part, cd_last_error()->text);
+    return false;
+}
+
+static cd_op reduce_of(cd_span *span)
+{
+    return (cd_op){.kind = CD_ALL_REDUCE, .dtype = CD_FLOAT32, .device = CD_CUDA, .root = -1, .item_bytes = 4,
+                   .in = {span, 0, 1}, .out = {span, 0, 1}, .ndim = 1, .shape = {(int64_t)span->count}};
+}
+
+typedef struct {
+    gpu_group group;
+    cd_status wanted;
+    const char *text;
+    int device[GPU_RANKS_MOST];
+} refusal;
+
+static void refused_main(int rank, void *ctx)
+{
+    refusal *f = ctx;
+    gpu_rank r;
+    cd_backend_env env = gpu_env(&r, &f->group, rank);
+    env.device_index = f->device[rank];
+    cd_backend *backend = 0;
+    CHECK_FAILS(cd_backend_open_gpu(&env, &backend), f->wanted);
+    CHECK(!backend);
+    CHECK(error_has(f->text));
+}
+
+static void check_refusal(int world, cd_status wanted, const char *text, const int *devices)
+{
+    static refusal f;
+    memset(&f, 0, sizeof f);
+    gpu_group_init(&f.group, world);
+    f.wanted = wanted;
+    f.text = text;
+    for (int i = 0; i < world; i++)
+        f.device[i] = devices ? devices[i] : i;
+    check_on_ranks(world, refused_main, &f);
+}
+
+static void check_libraries(void)
+{
+    char nccl[PATH_MAX];
+    snprintf(nccl, sizeof nccl, "%s", getenv("CDIST_NCCL_LIB"));
+    setenv("CDIST_NCCL_LIB", "/nowhere/libnccl.so.2", 1);
+    check_refusal(2, CD_UNSUPPORTED, "CDIST_NCCL_LIB names /nowhere/libnccl.so.2 (not there)", 0);
+    unsetenv("CDIST_NCCL_LIB");
+    check_refusal(1, CD_UNSUPPORTED, "NCCL was not found; looked at: this process (not loaded), nvidia/nccl/lib", 0);
+    check_refusal(1, CD_UNSUPPORTED, "libnccl.so.2 (not there)", 0);
+    setenv("CDIST_NCCL_LIB", nccl, 1);
+    setenv("FAKE_NCCL_VERSION", "21705", 1);
+    check_refusal(1, CD_UNSUPPORTED, "NCCL 2.17 is too old: 2.18 or later is needed", 0);
+    setenv("FAKE_NCCL_VERSION", "2708", 1);
+    check_refusal(1, CD_UNSUPPORTED, "NCCL 2.7 is too old", 0);
+    unsetenv("FAKE_NCCL_VERSION");
+    setenv("FAKE_CUDA_DEVICES", "0", 1);
+    check_refusal(2, CD_UNSUPPORTED, "sees no GPU", 0);
+    unsetenv("FAKE_CUDA_DEVICES");
+}
+
+static void check_devices(void)
+{
+    check_refusal(3, CD_BAD_ARGUMENT, "ranks 1 and 2 both use the GPU at 0000:02:00.0", (const int[]){0, 1, 1});
+    /* Rank 1 asks for a GPU that is not there: it says so, and so does everybody else. */
+    check_refusal(1, CD_BAD_ARGUMENT, "there is no GPU 9: this process sees 4", (const int[]){9});
+}
+
+static void lone_bad_main(int rank, void *ctx)
+{
+    gpu_rank r;
+    cd_backend_env env = gpu_env(&r, ctx, rank);
+    cd_backend *backend = 0;
+    env.device_index = rank == 1 ? 9 : rank;
+    CHECK_FAILS(cd_backend_open_gpu(&env, &backend), rank == 1 ? CD_BAD_ARGUMENT : CD_UNSUPPORTED);
+    CHECK(error_has(rank == 1 ? "there is no GPU 9" : "rank 1 on "));
+    CHECK(error_has("there is no GPU 9"));
+    CHECK(rank == 1 || cd_last_error()->rank == 1);
+}
+
+/* Bad arguments leave the group as it was. */
+static void bad_calls_main(int rank, void *ctx)
+{
+    gpu_rank r, other;
+    static gpu_group single[2];
+    static float host[4];
+    gpu_rank_open(&r, ctx, rank);
+    gpu_group_init(&single[rank], 1);
+    cd_backend_env env = gpu_env(&other, &single[rank], 0);
+    env.device_index = rank + 2;
+    CHECK_OK(cd_backend_open_gpu(&env, &other.backend));
+    cd_span wrong = {gpu_alloc(&other, 16), 4, 0, 4}, outside = {host, 4, 0, 4}, good = {gpu_alloc(&r, 16), 4, 0, 4};
+    cd_op op = reduce_of(&wrong);
+    CHECK_FAILS(r.backend->ops->run(r.backend, &op, &r.patience), CD_BAD_ARGUMENT);
+    CHECK(error_has(rank ? "lies on GPU 3, but this rank's part of the group runs on GPU 1"
+                         : "lies on GPU 2, but this rank's part of the group runs on GPU 0"));
+    op = reduce_of(&outside);
+    CHECK_FAILS(r.backend->ops->run(r.backend, &op, &r.patience), CD_BAD_ARGUMENT);
+    op = reduce_of(&good);
+    op.redop = CD_BXOR;
+    op.dtype = CD_INT32;
+    CHECK_FAILS(r.backend->ops->run(r.backend, &op, &r.patience), CD_UNSUPPORTED);
+    CHECK_FAILS(r.backend->ops->supports(CD_ALL_REDUCE, CD_SUM, CD_INT16), CD_UNSUPPORTED);
+    CHECK_OK(r.backend->ops->supports(CD_BROADCAST, CD_SUM, CD_INT16));
+    op.redop = CD_SUM;
+    *(int *)good.data = rank + 1;
+    CHECK_OK(r.backend->ops->run(r.backend, &op, &r.patience));
+    gpu_flush(&r);
+    CHECK(*(int *)good.data == 3);
+    cd_gpu_release(other.backend, wrong.data);
+    gpu_rank_close(&other);
+    gpu_rank_close(&r);
+}
+
+/* Rank 1 never comes: the operation's deadline passes on the GPU, the watch aborts, and all that waits ends. */
+static void late_main(int rank, void *ctx)
+{
+    gpu_rank r;
+    gpu_rank_open(&r, ctx, rank);
+    cd_span span = {gpu_alloc(&r, 16), 4, 0, 4};
+    cd_op op = reduce_of(&span);
+    CHECK_OK(r.backend->ops->run(r.backend, &op, &r.patience)); /* both: connected */
+    gpu_flush(&r);
+    if (rank == 0) {
+        cd_event *event = 0;
+        cd_patience brief = r.patience;
+        brief.deadline = cd_deadline_after_ns(300 * CD_NS_PER_MS);
+        CHECK_OK(r.backend->ops->start(r.backend, &op, &brief, &event));
+        cd_patience shorter = r.patience;
+        shorter.deadline = cd_deadline_after_ns(20 * CD_NS_PER_MS);
+        CHECK_FAILS(r.backend->ops->event_wait_host(event, &shorter), CD_WAIT_EXPIRED);
+        CHECK_FAILS(r.backend->ops->event_wait_host(event, &r.patience), CD_TIMED_OUT);
+        CHECK(error_has("all_reduce(SUM) of float32 (4,)"));
+        CHECK_FAILS(r.backend->ops->run(r.backend, &op, &r.patience), CD_TIMED_OUT);
+        CHECK_FAILS(r.backend->ops->event_join_stream(event, 0), CD_TIMED_OUT);
+        gpu_rank_close(&r); /* before its event: that stays valid */
+        r.backend->ops->event_free(event);
+        pthread_barrier_wait(&r.group->barrier);
+        return;
+    }
+    pthread_barrier_wait(&r.group->barrier);
+    gpu_rank_close(&r);
+}
+
+/* A cause from elsewhere (a peer died) ends running work within the watch's period, also a host that waits. */
+static void cause_main(int rank, void *ctx)
+{
+    gpu_rank r;
+    gpu_rank_open(&r, ctx, rank);
+    cd_span span = {gpu_alloc(&r, 16), 4, 0, 4};
+    cd_op op = reduce_of(&span);
+    if (rank == 0) {
+        cd_event *event = 0;
+        CHECK_OK(r.backend->ops->start(r.backend, &op, &r.patience, &event));
+        cd_fail_rank(CD_PEER_LOST, 1, "rank 1 died");
+        cd_cause_publish(r.team.cause, cd_last_error());
+        uint64_t before = cd_now_ns();
+        CHECK_FAILS(r.backend->ops->event_wait_host(event, &r.patience), CD_PEER_LOST);
+        CHECK_FAILS(r.backend->ops->run(r.backend, &op, &r.patience), CD_PEER_LOST);
+        void (*drain)(void *) = FAKE_CUDA_CALL(void (*)(void *), fake_stream_drain);
+        drain(0);
+        CHECK(cd_now_ns() - before < 5 * CD_NS_PER_S);
+        r.backend->ops->event_free(event);
+    }
+    pthread_barrier_wait(&r.group->barrier);
+    gpu_rank_close(&r);
+}
+
+/* abort() without a cause, from another thread, while the host waits in a barrier. */
+static void *abort_soon(void *arg)
+{
+    gpu_rank *r = arg;
+    cd_sleep_ns(100 * CD_NS_PER_MS);
+    r->backend->ops->abort(r->backend);
+    return 0;
+}
+
+static void abort_main(int rank, void *ctx)
+{
+    gpu_rank r;
+    gpu_rank_open(&r, ctx, rank);
+    if (rank == 0) {
+        pthread_t thread;
+        cd_op op = {.kind = CD_BARRIER, .device = CD_CUDA, .root = -1};
+        CHECK(pthread_create(&thread, 0, abort_soon, &r) == 0);
+        CHECK_FAILS(r.backend->ops->run(r.backend, &op, &r.patience), CD_ABORTED);
+        pthread_join(thread, 0);
+        CHECK_FAILS(r.backend->ops->group_begin(r.backend), CD_ABORTED);
+    }
+    pthread_barrier_wait(&r.group->barrier);
+    gpu_rank_close(&r);
+}
+
+/* NCCL's own late error becomes the cause. */
+static void async_error_main(int rank, void *ctx)
+{
+    void (*fail)(int, int) = FAKE_NCCL_CALL(void (*)(int, int), fake_nccl_fail);
+    gpu_rank r;
+    gpu_rank_open(&r, ctx, rank);
+    pthread_barrier_wait(&r.group->barrier);
+    if (rank == 0) {
+        fail(0, 6);
+        cd_op op = {.kind = CD_BARRIER, .device = CD_CUDA, .root = -1};
+        CHECK_FAILS(r.backend->ops->run(r.backend, &op, &r.patience), CD_PEER_LOST);
+        CHECK(error_has("remote process exited"));
+        fail(0, 0);
+    }
+    pthread_barrier_wait(&r.group->barrier);
+    gpu_rank_close(&r);
+}
+
+/* Connecting that does not end in time. */
+static void open_late_main(int rank, void *ctx)
+{
+    gpu_rank r;
+    cd_backend_env env = gpu_env(&r, ctx, rank);
+    cd_backend *backend = 0;
+    r.patience.deadline = (cd_deadline){0};
+    r.patience.spin = 0;
+    CHECK_FAILS(cd_backend_open_gpu(&env, &backend), CD_TIMED_OUT);
+    CHECK(error_has("NCCL was still waiting for another rank"));
+}
+
+typedef struct {
+    gpu_group whole, even, odd;
+} split_ctx;
+
+/* Ranks 0 and 2 form a group in reverse order, rank 1 one of its own, rank 3 sits out. */
+static void split_main(int rank, void *ctx)
+{
+    split_ctx *s = ctx;
+    gpu_rank whole, part;
+    gpu_rank_open(&whole, &s->whole, rank);
+    if (rank == 3) {
+        CHECK_OK(cd_gpu_sit_out_split(whole.backend, &whole.patience));
+    } else {
+        static const int evens[] = {2, 0}, odds[] = {1};
+        cd_backend_env env = gpu_env(&part, rank == 1 ? &s->odd : &s->even, rank == 0);
+        env.parent = whole.backend;
+        env.parent_ranks = rank == 1 ? odds : evens;
+        env.device_index = rank;
+        part.team.rank = rank == 0;
+        CHECK_OK(cd_backend_open_gpu(&env, &part.backend));
+        int32_t *x = gpu_alloc(&part, 16);
+        x[0] = rank + 5;
+        cd_span span = {x, 1, 0, 4};
+        cd_op op = reduce_of(&span);
+        op.dtype = CD_INT32;
+        CHECK_OK(part.backend->ops->run(part.backend, &op, &part.patience));
+        gpu_flush(&part);
+        CHECK(x[0] == (rank == 1 ? 6 : 12));
+        op.kind = CD_BROADCAST;
+        op.root = 0;
+        op.in = (cd_blocks){rank == 0 ? 0 : &span, 0, rank == 0 ? 0 : 1};
+        op.out = (cd_blocks){rank == 0 ? &span : 0, 0, rank == 0};
+        x[0] = rank;
+        CHECK_OK(part.backend->ops->run(part.backend, &op, &part.patience));
+        gpu_flush(&part);
+        CHECK(x[0] == (rank == 1 ? 1 : 2));
+        gpu_rank_close(&part);
+    }
+    gpu_flush(&whole);
+    gpu_rank_close(&whole);
+}
+
+static void on_group(int world, check_rank_func body)
+{
+    static gpu_group groups[16];
+    static int used;
+    gpu_group *g = &groups[used++];
+    gpu_group_init(g, world);
+    check_on_ranks(world, body, g);
+}
+
+int main(void)
+{
+    static split_ctx split;
+    gpu_use_fakes();
+    check_libraries();
+    check_devices();
+    on_group(3, lone_bad_main);
+    on_group(2, bad_calls_main);
+    on_group(2, late_main);
+    on_group(2, cause_main);
+    on_group(2, abort_main);
+    on_group(2, async_error_main);
+    on_group(2, open_late_main);
+    gpu_group_init(&split.whole, 4);
+    gpu_group_init(&split.even, 2);
+    gpu_group_init(&split.odd, 1);
+    check_on_ranks(4, split_main, &split);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_splits)() == 4);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_aborts)() >= 4);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_left)() == 0);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_early_calls)() == 0);
+    CHECK(FAKE_CUDA_CALL(long (*)(void), fake_cuda_left)() == 0);
+    puts("test_cuda_faults: ok");
+    return 0;
+}

@@ -1,0 +1,17 @@
+/* Handles that tests have on the fake NCCL. */
+#ifndef CD_FAKE_NCCL_H
+#define CD_FAKE_NCCL_H
+
+/* The communicators of this rank of this process report `result` as their asynchronous error from now on; 0 ends it. */
+void fake_nccl_fail(int rank, int result);
+/* Communicators that were made and neither destroyed nor aborted. */
+int fake_nccl_left(void);
+/* How often ncclCommAbort and ncclCommSplit were called in this process. */
+int fake_nccl_aborts(void);
+int fake_nccl_splits(void);
+/* Groups (ncclGroupEnd of the outermost level) that launched something. */
+int fake_nccl_groups(void);
+/* Calls that real NCCL would have refused: made while the communicator was still "in progress". */
+int fake_nccl_early_calls(void);
+
+#endif
