@@ -2,7 +2,7 @@
  * No syscall, allocation, lock or read-modify-write. */
 #include "coll/shm_team_impl.h"
 
-/* Contributions of up to CD_SHM_INLINE bytes travel in the head's own line. */
+/* Contributions of up to CD_SHM_INLINE bytes travel in the head's own line; larger ones need a claim first. */
 static inline char *payload_of(const cd_shm_team *shm, int rank, size_t bytes)
 {
     return bytes <= CD_SHM_INLINE ? cd_shm_head_of(shm, rank)->payload : cd_shm_small_of(shm, rank);
@@ -23,6 +23,8 @@ static cd_status run_reduce(cd_team *team, const cd_op *op, const cd_patience *p
     cd_shm_team *shm = team->shm;
     const cd_shm_piece give = cd_piece_whole(&op->in.list[0]);
     cd_shm_begin(shm, op, CD_SHM_SMALL);
+    if (give.bytes > CD_SHM_INLINE)
+        cd_shm_claim_small(shm, give.bytes);
     cd_piece_read(&give, 0, give.bytes, payload_of(shm, shm->rank, give.bytes));
     cd_shm_enter(shm);
     CD_TRY(cd_shm_meet(team, op, patience));
@@ -40,6 +42,8 @@ static cd_status run_broadcast(cd_team *team, const cd_op *op, const cd_patience
     bool is_root = shm->rank == op->root;
     const cd_shm_piece piece = cd_piece_whole(is_root ? &op->in.list[0] : &op->out.list[0]);
     cd_shm_begin(shm, op, CD_SHM_SMALL);
+    if (piece.bytes > CD_SHM_INLINE)
+        cd_shm_claim_small(shm, piece.bytes);
     if (is_root)
         cd_piece_read(&piece, 0, piece.bytes, payload_of(shm, shm->rank, piece.bytes));
     cd_shm_enter(shm);
@@ -68,6 +72,8 @@ static cd_status run_blocks(cd_team *team, const cd_op *op, const cd_patience *p
                                : shm->takes[from_root ? op->root : shm->rank].bytes;
     size_t all = contribution(shm, block, one_for_all);
     cd_shm_begin(shm, op, CD_SHM_SMALL);
+    if (all > CD_SHM_INLINE)
+        cd_shm_claim_small(shm, all);
     if (!from_root || is_root) {
         char *payload = payload_of(shm, shm->rank, all);
         for (int peer = 0; peer < (one_for_all ? 1 : shm->ranks); peer++)

@@ -36,7 +36,8 @@ cd_shm_layout cd_shm_layout_of(int ranks)
     layout.counts_at = cd_round_up(rows_at + count * sizeof(cd_shm_row), PAGE);
     /* A rank's counts: [parity][gives, takes][peer]. */
     layout.small_at = cd_round_up(layout.counts_at + count * 4 * count * sizeof(uint64_t), PAGE);
-    layout.ring_at = layout.small_at + count * 2 * layout.small_bytes;
+    layout.small_stride = layout.ring_stride;
+    layout.ring_at = layout.small_at + count * layout.small_stride;
     layout.bytes = layout.ring_at + count * layout.ring_stride;
     return layout;
 }
@@ -73,7 +74,9 @@ cd_status cd_shm_team_open(void *memory, int ranks, int rank, const cd_arena *ar
     shm->arena = arena && arena->base ? arena : NULL;
     size_t ring_bytes = agree_on_ring_bytes(shm->board, &shm->layout);
     shm->slot_bytes = ring_bytes / CD_SHM_SLOTS;
-    if (ring_bytes > shm->layout.ring_stride || shm->slot_bytes < CD_SHM_GRAIN * (size_t)ranks) {
+    shm->small_ring = ring_bytes;
+    if (ring_bytes > shm->layout.ring_stride || shm->slot_bytes < CD_SHM_GRAIN * (size_t)ranks ||
+        ring_bytes < 3 * shm->layout.small_bytes) {
         free(shm);
         return cd_fail(CD_PROTOCOL, "shared memory of a group: rings of %zu bytes for %d ranks", ring_bytes, ranks);
     }
@@ -118,6 +121,7 @@ typedef struct {
 static cd_status look_for_differences(void *ctx)
 {
     const watch *w = ctx;
+    cd_shm_leave_shared_core(w->team->shm);
     const cd_shm_team *shm = w->team->shm;
     uint32_t signature = cd_shm_head_of(shm, shm->rank)->signature;
     for (int peer = 0; peer < shm->ranks; peer++) {
@@ -189,6 +193,8 @@ void cd_shm_write_counts(cd_shm_team *shm)
 
 void cd_shm_give_eagerly(cd_shm_team *shm, bool one_for_all)
 {
+    /* As large as can be: what a rank gives is no common fact. */
+    cd_shm_claim_small(shm, shm->layout.small_bytes);
     size_t all = 0, room = shm->layout.small_bytes;
     for (int peer = 0; peer < shm->ranks; peer++) {
         size_t bytes = shm->gives[peer].bytes;

@@ -1,7 +1,9 @@
 /* Times of the shared-memory algorithms between processes: bench_coll_shm [ranks [kind [path]]]. For each size the best and the
- * median of several batches on rank 0, in microseconds, and bytes of the buffer over the median time. */
+ * median of several batches on rank 0, in microseconds, and bytes of the buffer over the median time. With
+ * BENCH_PIN=1 each rank stays on a core of its own. */
 #include "shm_ranks.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -114,6 +116,12 @@ static void bench_rank_main(shm_ranks *g, int rank, const char *only, const char
                                    65536, 131072, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
     size_t most = sizes[13];
     bench_rank b = {.g = g, .rank = rank, .patience = shm_ranks_patience(g, 600 * CD_NS_PER_S)};
+    if (getenv("BENCH_PIN")) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET((size_t)(rank % cd_host_cores()), &set);
+        sched_setaffinity(0, sizeof set, &set);
+    }
     char *in = user_memory(most), *out = user_memory(most);
     bool in_arena = path && strcmp(path, "shm_arena") == 0;
     if (in_arena) {

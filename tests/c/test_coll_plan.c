@@ -1,6 +1,7 @@
 /* The table of algorithms: thresholds, needs, CDIST_PLAN. The setting is read once a process, so each text has its own. */
 #include "shm_ranks.h"
 
+#include <limits.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,22 +12,28 @@ static const char *choice(const cd_team *team, cd_kind kind, size_t bytes, uint3
     return cd_plan_find(team, &op)->name;
 }
 
-static void test_table(void)
+static void test_thresholds(void)
 {
     size_t count;
     const cd_plan_row *rows = cd_plan_rows(&count);
-    shm_ranks g;
-    shm_ranks_make(&g, 2, (size_t)1 << 20);
-    CHECK_OK(cd_plan_check());
     for (size_t i = 0; i < count; i++) {
         size_t below = rows[i].bytes_below;
         if (below == SIZE_MAX || (rows[i].needs & CD_NEEDS_MESH))
             continue;
-        below -= rows[i].kind >= CD_ALL_GATHER && rows[i].kind <= CD_REDUCE_SCATTER && below % 2 ? 1 : 0;
-        CHECK(strcmp(choice(&g.teams[0], rows[i].kind, below - 2, 0), rows[i].name) == 0);
-        CHECK(strcmp(choice(&g.teams[0], rows[i].kind, below + 2, 0), rows[i].name) != 0);
-        CHECK(strcmp(choice(&g.teams[0], rows[i].kind, below - 2, CD_OP_UNEVEN), rows[i].name) != 0);
+        shm_ranks g;
+        shm_ranks_make(&g, rows[i].ranks_below == INT_MAX ? 8 : rows[i].ranks_below - 1, (size_t)1 << 20);
+        CHECK(strcmp(choice(&g.teams[0], rows[i].kind, below - 1, 0), rows[i].name) == 0);
+        CHECK(strcmp(choice(&g.teams[0], rows[i].kind, below + 15, 0), rows[i].name) != 0);
+        CHECK(strcmp(choice(&g.teams[0], rows[i].kind, below - 1, CD_OP_UNEVEN), rows[i].name) != 0);
+        shm_ranks_free(&g);
     }
+}
+
+static void test_table(void)
+{
+    shm_ranks g;
+    shm_ranks_make(&g, 2, (size_t)1 << 20);
+    CHECK_OK(cd_plan_check());
     for (int kind = CD_BARRIER; kind <= CD_ALL_TO_ALL; kind++)
         for (size_t bytes = 0; bytes < SIZE_MAX / 4; bytes = bytes * 3 + 2)
             CHECK(strncmp(choice(&g.teams[0], (cd_kind)kind, bytes, 0), "shm_", 4) == 0);
@@ -37,8 +44,8 @@ static void test_table(void)
     shm_ranks_free(&g);
     /* Slots are smaller the more ranks there are, and the plan knows. */
     shm_ranks_make(&g, 64, 0);
-    CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 16384, 0), "shm_small") == 0);
-    CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 16385, 0), "shm_stage") == 0);
+    CHECK(strcmp(choice(&g.teams[0], CD_BROADCAST, 16384, 0), "shm_small") == 0);
+    CHECK(strcmp(choice(&g.teams[0], CD_BROADCAST, 16385, 0), "shm_move") == 0);
     shm_ranks_free(&g);
 }
 
@@ -69,8 +76,8 @@ static void expect_staged(const char *text)
     shm_ranks g;
     shm_ranks_make(&g, 2, (size_t)1 << 20);
     CHECK_OK(cd_plan_check());
-    CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 1023, 0), "shm_small") == 0);
-    CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 1024, 0), "shm_stage") == 0);
+    CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 32767, 0), "shm_small") == 0);
+    CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 32768, 0), "shm_stage") == 0);
     CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 2u << 20, 0), "shm_stage") == 0);
     CHECK(strcmp(choice(&g.teams[0], CD_BROADCAST, 2048, 0), "shm_small") == 0);
     CHECK(strcmp(choice(&g.teams[0], CD_GATHER, 0, 0), "shm_move") == 0);
@@ -97,9 +104,10 @@ int main(void)
                                           ";", "all_reduce:0-64K:shm_small ", "ALL_REDUCE:0-:shm_small"};
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
         in_child(refused[i], expect_refused);
-    in_child("all_reduce:1K-:shm_stage;gather:-:shm_move", expect_staged);
+    in_child("all_reduce:0-32K:shm_small;all_reduce:32K-:shm_stage;gather:-:shm_move", expect_staged);
     in_child("all_reduce:0-:shm_small", expect_small_stays_small);
     unsetenv("CDIST_PLAN");
+    test_thresholds();
     test_table();
     puts("coll plan: ok");
     return 0;

@@ -12,7 +12,7 @@ static uint64_t next_random(uint64_t *state)
 static size_t random_count(uint64_t *state)
 {
     uint64_t bits = next_random(state);
-    size_t most = bits % 16 == 0 ? 60000 : bits % 4 == 0 ? 3000 : 40;
+    size_t most = bits % 64 == 0 ? 60000 : bits % 8 == 0 ? 3000 : 40;
     return (size_t)(next_random(state) % (most + 1));
 }
 
