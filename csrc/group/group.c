@@ -449,6 +449,11 @@ const char *cd_group_transport(const cd_group *g)
     return g->size == 1 ? "self" : g->shm ? "shm" : "tcp";
 }
 
+uint64_t cd_group_context(const cd_group *g)
+{
+    return g->context;
+}
+
 uint64_t cd_group_sequence(const cd_group *g)
 {
     return g->sequence;

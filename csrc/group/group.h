@@ -77,6 +77,8 @@ bool cd_group_is_quick(cd_group *group, const cd_op *op);
 void cd_group_abort(cd_group *group, const cd_error *error);
 /* CD_OK, or the sticky cause as the thread's error. */
 cd_status cd_group_status(cd_group *group);
+/* What the group's messages and records are known by; the same on all members. */
+uint64_t cd_group_context(const cd_group *group);
 /* Number of the last collective issued. */
 uint64_t cd_group_sequence(const cd_group *group);
 /* Blocks until every rank of the group called it, or names those that did not (bitmap of world ranks, up to `world` bytes set

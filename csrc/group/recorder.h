@@ -3,8 +3,8 @@
  *
  * One writer process a page (several threads of it), readers everywhere at any time. An entry's `ticket` is 0 while its owner
  * fills it: who read the same non-zero ticket before and after has read one whole entry (mixed only if a thread is held up
- * between two of its stores while others begin 256 operations). Costs 11–15 ns an operation: one look at the coarse clock (7 ns,
- * measured on an EPYC; the exact one takes 36), one uncontended fetch-and-add, stores to one line. */
+ * between two of its stores while others begin 256 operations). Costs 11–15 ns an operation: one look at the coarse clock
+ * (7 ns, measured on an EPYC; the exact one takes 36), one uncontended fetch-and-add, stores to one line. */
 #ifndef CD_GROUP_RECORDER_H
 #define CD_GROUP_RECORDER_H
 
@@ -78,5 +78,21 @@ const char *cd_record_name(const cd_record_view *view, char *out, size_t bytes);
 /* "is at all_reduce 6 since 2.1 s, at train.py:33" / "last finished barrier 5 0.8 s ago"; returns out. */
 const char *cd_record_describe(const cd_record_page *page, char *out, size_t bytes);
 const char *cd_record_state_name(cd_record_state state);
+
+/* ---- of a world; any thread ---- */
+
+typedef struct cd_world cd_world;
+/* The newest entries of a rank of this host (its own included), newest first; −1: that rank is elsewhere. `process_p`: its
+ * process id. */
+int cd_world_records(const cd_world *world, int rank, cd_record_view *out, int room, uint32_t *process_p);
+/* "rank 2 is in all_reduce 6 since 3.0 s, at train.py:33 (its process is stopped)"; "" when nothing is known. Returns out. */
+const char *cd_world_describe(const cd_world *world, int rank, char *out, size_t bytes);
+/* Where this rank waits, for the others of its host; and where that one does ("" if it has not said). */
+void cd_world_set_site(cd_world *world, const char *text);
+const char *cd_world_site(const cd_world *world, int rank, char out[8 * CD_RECORD_SITE_WORDS]);
+/* Hex digits of the random number that tells this world from all others: the same on all its members. */
+void cd_world_generation(const cd_world *world, char out[33]);
+/* 0 at work, 1 left or lost. */
+int cd_world_is_gone(const cd_world *world, int rank);
 
 #endif

@@ -58,6 +58,38 @@ const char *cd_world_describe(const cd_world *w, int rank, char *out, size_t byt
     return out;
 }
 
+int cd_world_records(const cd_world *w, int rank, cd_record_view *out, int room, uint32_t *process_p)
+{
+    const cd_record_page *page = rank >= 0 && rank < w->world ? cd_world_page(w, rank) : NULL;
+    if (!page)
+        return -1;
+    *process_p = (uint32_t)atomic_load_explicit(&page->process, memory_order_relaxed);
+    return cd_record_read(page, out, room);
+}
+
+void cd_world_set_site(cd_world *w, const char *text)
+{
+    cd_record_set_site(w->page, text);
+}
+
+const char *cd_world_site(const cd_world *w, int rank, char out[8 * CD_RECORD_SITE_WORDS])
+{
+    const cd_record_page *page = rank >= 0 && rank < w->world ? cd_world_page(w, rank) : NULL;
+    out[0] = 0;
+    return page ? cd_record_site(page, out) : out;
+}
+
+void cd_world_generation(const cd_world *w, char out[33])
+{
+    for (int i = 0; i < CD_MEMBER_NONCE_BYTES; i++)
+        snprintf(out + 2 * i, 3, "%02x", w->generation[i]);
+}
+
+int cd_world_is_gone(const cd_world *w, int rank)
+{
+    return rank < 0 || rank >= w->world || atomic_load_explicit(&w->gone[rank], memory_order_acquire) != 0;
+}
+
 static bool has_arrived(const cd_group *g, int rank, uint64_t sequence)
 {
     const cd_world *w = g->world;

@@ -21,10 +21,8 @@ void cd_watch_begin(cd_watch *watch, cd_group *group, const cd_op *op, int peer,
 void cd_watch_end(const cd_watch *watch, cd_patience *patience);
 
 /* "waited 2.0 s; arrived ranks: [0, 1]; missing ranks: [2]; rank 2 last finished barrier 5 0.8 s ago"; returns out. What is
- * known of ranks on other hosts is what they told after a second of waiting. `suspect`: world rank that the wait was for, −1. */
+ * known of ranks on other hosts is what they told after a second of waiting. `suspect`: world rank waited for, −1. */
 const char *cd_watch_describe(const cd_watch *watch, int suspect, char *out, size_t bytes);
-/* "rank 2 is in all_reduce 6 since 3.0 s, at train.py:33 (its process is stopped)"; "" when nothing is known. Returns out. */
-const char *cd_world_describe(const cd_world *world, int rank, char *out, size_t bytes);
 /* The page of a rank of this host (its own included), or NULL. */
 cd_record_page *cd_world_page(const cd_world *world, int rank);
 

@@ -36,7 +36,8 @@ static cd_status arena_bytes(size_t *bytes_p)
 size_t cd_world_host_bytes(const cd_world *w)
 {
     return line_up((size_t)w->locals * sizeof(cd_host_row)) + line_up(cd_record_pages_bytes(w->locals)) +
-           line_up(cd_channels_bytes(w->locals)) + line_up(cd_group_memory_bytes(w->locals)) + (size_t)w->locals * w->host.arena_bytes;
+           line_up(cd_channels_bytes(w->locals)) + line_up(cd_group_memory_bytes(w->locals)) +
+           (size_t)w->locals * w->host.arena_bytes;
 }
 
 cd_status cd_world_lay_out(cd_world *w, void *base, size_t bytes)

@@ -212,7 +212,7 @@ static cd_status open_device(cd_py_call *call, const cd_patience *patience)
 static cd_status run_call(cd_py_call *call)
 {
     cd_group *group = call->group->group;
-    cd_py_wait wait = {NULL, false};
+    cd_py_wait wait = {.world = cd_group_world(group)};
     cd_patience patience = {.deadline = cd_py_deadline(call->timeout_ns),
                             .idle = cd_py_wait_idle,
                             .idle_ctx = &wait,

@@ -1,4 +1,5 @@
 #include "py/errors.h"
+#include "py/recorder.h"
 
 #include "py/glue.h"
 
@@ -73,6 +74,8 @@ PyObject *cd_py_raise_from(cd_py_state *state, cd_status status, const char *ope
     error.code = status;
     PyObject *raised = cd_py_exception_of(state, &error, operation);
     if (raised) {
+        if (cd_status_is_sticky(status))
+            cd_py_report(raised);
         PyErr_SetObject((PyObject *)Py_TYPE(raised), raised);
         Py_DECREF(raised);
     }

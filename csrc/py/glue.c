@@ -1,5 +1,7 @@
 #include "py/glue.h"
 
+#include "py/recorder.h"
+
 #include <math.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -47,8 +49,7 @@ cd_deadline cd_py_deadline(uint64_t ns)
 
 cd_patience cd_py_wait_begin(cd_py_wait *wait, cd_deadline deadline, int ranks)
 {
-    wait->detached = NULL;
-    wait->is_main = false;
+    *wait = (cd_py_wait){0};
     cd_patience patience = cd_patience_until(deadline, ranks);
     patience.idle = cd_py_wait_idle;
     patience.idle_ctx = wait;
@@ -73,6 +74,9 @@ cd_status cd_py_wait_idle(void *ctx)
         return CD_OK;
     PyEval_RestoreThread(wait->detached);
     wait->detached = NULL;
+    if (wait->world)
+        cd_py_note_site(wait->world);
+    wait->world = NULL;
     if (PyErr_CheckSignals() < 0)
         return CD_INTERRUPTED;
     wait->detached = PyEval_SaveThread();

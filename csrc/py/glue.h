@@ -21,7 +21,9 @@
 
 #include "base/wait.h"
 
+struct cd_world;
 typedef struct {
+    struct cd_world *world;  /* where this rank waits is noted there for the others; may be NULL */
     PyThreadState *detached; /* the thread's state while the GIL is dropped */
     bool is_main;            /* may run signal handlers; known from the first idle turn on */
 } cd_py_wait;

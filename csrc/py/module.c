@@ -6,6 +6,7 @@
 #include "py/collectives.h"
 #include "py/errors.h"
 #include "py/group.h"
+#include "py/recorder.h"
 #include "py/redop.h"
 #include "py/sampler.h"
 #include "py/store.h"
@@ -44,6 +45,7 @@ static int execute(PyObject *module)
         cd_py_errors_add,
         cd_py_array_add,
         cd_py_redop_add,
+        cd_py_recorder_add,
         cd_py_group_add,
         cd_py_work_add,
         cd_py_reductions_add,

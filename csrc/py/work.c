@@ -58,6 +58,7 @@ static PyObject *wait_work(cd_py_work *self, PyObject *timeout, bool on_host)
     } else {
         cd_py_wait wait;
         cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(ns), 1);
+        wait.world = cd_group_world(((cd_py_group *)self->group)->group);
         cd_py_wait_detach(&wait);
         status = on_host ? cd_work_wait(self->work, &patience) : cd_work_join_stream(self->work, stream, &patience);
         cd_py_wait_end(&wait);

@@ -130,6 +130,8 @@ _LAZY = {
         ],
         "cdist.parallel",
     ),
+    "dump": "cdist.recorder",
+    "shrink": "cdist.elastic",
     "spawn": "cdist.multiprocessing",
 }
 _LAZY_MODULES = frozenset(
@@ -137,6 +139,8 @@ _LAZY_MODULES = frozenset(
         "collectives",
         "constants",
         "device_mesh",
+        "doctor",
+        "elastic",
         "errors",
         "futures",
         "launch",
@@ -145,6 +149,7 @@ _LAZY_MODULES = frozenset(
         "objects",
         "p2p",
         "parallel",
+        "recorder",
         "run",
         "sampler",
         "store",
@@ -263,6 +268,9 @@ __all__ = [
     "GradBucket",
     "DistributedSampler",
     "spawn",
+    # failures
+    "dump",
+    "shrink",
     # backends and debugging
     "Backend",
     "BackendConfig",

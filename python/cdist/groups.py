@@ -192,6 +192,8 @@ def init_process_group(
 
 def _install_hooks(rank):
     """Peers learn at once when this rank dies of an exception; its traceback says which rank it is."""
+    from cdist.recorder import _Signal
+
     previous = sys.excepthook
 
     def excepthook(kind, error, trace):
@@ -205,6 +207,7 @@ def _install_hooks(rank):
         for line in text.getvalue().splitlines(keepends=True):
             sys.stderr.write(f"[rank{rank}]: {line}")
 
+    _Signal.install()
     _registry.excepthook = (previous, excepthook)
     sys.excepthook = excepthook
     if not _registry.teardown:
@@ -244,6 +247,7 @@ def destroy_process_group(group=None) -> None:
         return
     for member in reversed(_registry.groups):
         member.shutdown()
+    sys.modules["cdist.recorder"]._Signal.remove()
     _registry.groups = []
     _registry.made = 0
     _core._set_default_group(None)

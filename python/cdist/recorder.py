@@ -1,0 +1,202 @@
+"""What every rank did last: ``dump()`` writes it, SIGUSR2 asks for it, ``python -m cdist.doctor`` reads it.
+
+The recorder itself is always on: the last 256 operations of each rank lie in the memory that the ranks of
+a host share, so a rank can tell also what a dead or frozen neighbour was at.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+
+from cdist import _core
+
+__all__ = ["dump"]
+
+# Other ranks notice a mismatch at about the same moment; how long to wait for the line that they call from.
+_SITE_WAIT = 0.05
+
+
+def _is_ours(frame):
+    name = frame.f_globals.get("__name__", "")
+    return name == "cdist" or name.startswith("cdist.")
+
+
+def _stack(frame):
+    """Frames from the innermost one outwards."""
+    summary = traceback.extract_stack(frame)
+    return [
+        {"file": item.filename, "line": item.lineno, "function": item.name, "text": item.line or ""}
+        for item in reversed(summary)
+    ]
+
+
+def _threads(skip):
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = []
+    for ident, frame in sys._current_frames().items():
+        # The frames of dump() itself, and of the signal handler that called it, tell nothing.
+        while ident == skip and frame is not None and frame.f_globals.get("__name__") == __name__:
+            frame = frame.f_back
+        found.append(
+            {"name": names.get(ident, "?"), "id": ident, "main": ident == main, "stack": _stack(frame)}
+        )
+    found.sort(key=lambda thread: not thread["main"])
+    return found
+
+
+def _group_table(registry):
+    table = []
+    for group in registry.groups:
+        context, sequence, broken, _ = _core._group_info(group)
+        table.append(
+            {
+                "name": group.group_name,
+                "description": group.group_desc,
+                "ranks": list(group._ranks),
+                "context": context,
+                "sequence": sequence,
+                "transport": group._transport,
+                "timeout": group._timeout if group._timeout != float("inf") else None,
+                "broken": broken,
+            }
+        )
+    return table
+
+
+def collect(reason="asked"):
+    """Return what dump() writes, as a dict of plain values."""
+    from cdist.groups import _registry
+
+    world = _core._get_default_group()
+    if world is None:
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call init_process_group."
+        )
+    rank = world.rank()
+    gone = _core._gone(world)
+    peers = [_core._records(world, other, 16) for other in range(len(gone)) if other != rank]
+    own = _core._records(world, rank)
+    return {
+        "cdist_dump": 1,
+        "reason": reason,
+        "rank": rank,
+        "world_size": world.size(),
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "monotonic": time.monotonic(),
+        "argv": list(sys.argv),
+        "groups": _group_table(_registry),
+        "operations": own["operations"],
+        "peers": [peer for peer in peers if peer],
+        "gone": [other for other, is_gone in enumerate(gone) if is_gone],
+        "known": {str(other): _core._describe(world, other) for other in range(len(gone)) if other != rank},
+        "threads": _threads(threading.get_ident()),
+    }
+
+
+def dump(path=None, reason="asked") -> str:
+    """Write what this rank did last, and where each of its threads is, as JSON.
+
+    The file holds the table of groups, this rank's last 256 operations (kind, dtype, reduction, bytes,
+    sequence, state, and the times in seconds on the monotonic clock at which each was queued, started and
+    done), the last 16 of each other rank of the host, and the Python stacks of all threads. Local: no
+    other rank is needed.
+
+    Args:
+        path: file to write, or None: ``cdist-rank<rank>-pid<pid>.json`` in CDIST_DUMP_DIR or the temporary
+            folder.
+        reason: free text for the file.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: there is no process group.
+        OSError: the file cannot be written.
+
+    """
+    found = collect(reason)
+    if path is None:
+        folder = os.environ.get("CDIST_DUMP_DIR") or tempfile.gettempdir()
+        path = os.path.join(folder, f"cdist-rank{found['rank']}-pid{found['pid']}.json")
+    path = os.fspath(path)
+    part = f"{path}.part"
+    with open(part, "w") as file:
+        json.dump(found, file)
+    os.replace(part, path)
+    return path
+
+
+class _Signal:
+    """The handler of SIGUSR2, while a process group exists and the program has none of its own."""
+
+    installed = False
+
+    @classmethod
+    def handle(cls, number, frame):
+        try:
+            sys.stderr.write(f"cdist: wrote {dump(reason='SIGUSR2')}\n")
+        except Exception as error:
+            sys.stderr.write(f"cdist: no dump: {type(error).__name__}: {error}\n")
+
+    @classmethod
+    def install(cls):
+        if cls.installed or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+            signal.signal(signal.SIGUSR2, cls.handle)
+            cls.installed = True
+
+    @classmethod
+    def remove(cls):
+        if not cls.installed or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGUSR2) == cls.handle:
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        cls.installed = False
+
+
+def _sites(world):
+    """Return where the other ranks of this host are in the operation that failed here, after a moment."""
+    end = time.monotonic() + _SITE_WAIT
+    others = [rank for rank in range(world.size()) if rank != world.rank()]
+    mine = _core._records(world, world.rank(), 1)["operations"]
+    place = [(o["group"], o["sequence"]) for o in mine]
+    while True:
+        known = [record for record in (_core._records(world, rank, 1) for rank in others) if record]
+        found = {
+            record["rank"]: record["site"]
+            for record in known
+            if record["site"] and [(o["group"], o["sequence"]) for o in record["operations"]] == place
+        }
+        if len(found) >= len(known) or time.monotonic() >= end:
+            return found
+        time.sleep(0.002)
+
+
+def _on_failure(error):
+    """Add what is known to an exception that ends a group; the core calls it before it raises."""
+    world = _core._get_default_group()
+    if world is None:
+        return
+    from cdist.errors import MismatchError
+
+    _core._note_site(world)
+    if isinstance(error, MismatchError):
+        found = _sites(world)
+        if found:
+            said = ", ".join(f"rank {rank} at {site}" for rank, site in sorted(found.items()))
+            error.args = (f"{error.args[0]}; {said}",)
+    if os.environ.get("CDIST_DUMP_DIR") and getattr(world, "_dumped", None) != str(error):
+        world._dumped = str(error)
+        with contextlib.suppress(OSError, ValueError):
+            dump(reason=f"{type(error).__name__}: {error}")

@@ -1,0 +1,124 @@
+"""Going on with the ranks that are left."""
+
+import os
+import signal
+import time
+
+import cdist
+import numpy as np
+import pytest
+from cdist.testing import run
+
+
+def _sum(rank):
+    x = np.full(10, rank + 1.0)
+    cdist.all_reduce(x)
+    return float(x[0])
+
+
+def _work_until_a_rank_is_lost():
+    try:
+        while True:
+            cdist.barrier()
+    except cdist.PeerLostError:
+        return
+
+
+def _die_and_shrink(rank, world, victims):
+    trail = [_sum(rank)]
+    for victim in victims:
+        if cdist.get_rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _work_until_a_rank_is_lost()
+        made = cdist.shrink()
+        assert made is cdist.group.WORLD
+        trail.append((cdist.get_rank(), cdist.get_world_size(), _sum(rank)))
+    return trail
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_one_rank_dies(victim):
+    outcomes = run(_die_and_shrink, 4, [victim], allow_failures=True)
+    assert outcomes[victim] == -signal.SIGKILL
+    left = [rank for rank in range(4) if rank != victim]
+    total = float(sum(rank + 1 for rank in left))
+    for new, old in enumerate(left):
+        assert outcomes[old] == [10.0, (new, 3, total)]
+
+
+def test_down_to_one():
+    outcomes = run(_die_and_shrink, 4, [0, 1, 1], allow_failures=True)
+    # Victims by new ranks: 0 is old 0; of [1, 2, 3] new 1 is old 2; of [1, 3] new 1 is old 3.
+    assert [outcomes[r] for r in (0, 2, 3)] == [-9, -9, -9]
+    assert outcomes[1] == [10.0, (0, 3, 9.0), (0, 2, 6.0), (0, 1, 2.0)]
+
+
+def _frozen(rank, world):
+    _sum(rank)
+    if rank == 1:
+        with open(f"/proc/{os.getpid()}/stat") as file:
+            assert file.read()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(cdist.DistError):
+            _sum(rank)
+        with pytest.raises(cdist.AbortedError, match="without rank 1"):
+            cdist.shrink()
+        return "left behind"
+    with pytest.raises(cdist.DistTimeoutError, match=r"missing ranks: \[1\]"):
+        cdist.all_reduce(np.ones(3), timeout=0.5)
+    pid = cdist._core._records(cdist.group.WORLD, 1, 1)["pid"]
+    cdist.shrink(grace=0.5)
+    total = _sum(rank)
+    cdist.barrier()
+    if rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    return cdist.get_rank(), total
+
+
+def test_a_frozen_rank_is_left_out():
+    assert run(_frozen, 3) == [(0, 4.0), "left behind", (1, 4.0)]
+
+
+def _store_in_rank_0(rank, world, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    cdist.init_process_group()
+    _sum(rank)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _work_until_a_rank_is_lost()
+    start = time.monotonic()
+    cdist.shrink(timeout=20)
+    return cdist.get_rank(), _sum(rank), time.monotonic() - start < 10
+
+
+def test_the_store_dies_with_rank_0():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outcomes = run(_store_in_rank_0, 3, port, init=False, allow_failures=True)
+    assert outcomes[1:] == [(0, 5.0, True), (1, 5.0, True)]
+
+
+def test_shrink_needs_a_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        cdist.shrink()
+
+
+def _subgroup(rank, world):
+    half = cdist.new_group([0, 1])
+    if rank == 2:
+        os._exit(0)
+    _work_until_a_rank_is_lost()
+    cdist.shrink()
+    with pytest.raises(cdist.AbortedError, match="destroyed"):
+        cdist.barrier(group=half)
+    again = cdist.new_group([1, 0])
+    x = np.ones(2)
+    cdist.all_reduce(x, group=again)
+    return float(x[0])
+
+
+def test_groups_of_the_old_world_are_gone():
+    assert run(_subgroup, 3, allow_failures=True) == [2.0, 2.0, 0]
