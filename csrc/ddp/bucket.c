@@ -101,7 +101,8 @@ void cd_bucket_memory_retain(cd_bucket_memory *memory)
 void cd_bucket_memory_release(void *object)
 {
     cd_bucket_memory *memory = object;
-    /* Acquire-release: whoever frees sees everything that the others did with the memory before they let go. */
+    /* Acquire-release: whoever frees sees everything that the others did with the memory before they let
+     * go. */
     if (!memory || atomic_fetch_sub_explicit(&memory->references, 1, memory_order_acq_rel) > 1)
         return;
     if (memory->arena)

@@ -1,11 +1,14 @@
-/* The gradient reducer: buckets, readiness counters, launch in order. One call per gradient on the hot path.
+/* The gradient reducer: buckets, readiness counters, launch in order. One call per gradient on the hot
+ * path.
  *
- * A step is begin → ready × parameters → finish. Bucket k is launched (one asynchronous all_reduce in place) as soon as all its
- * gradients are ready and bucket k − 1 was launched, so that all ranks launch in the same order whatever the order of gradients.
+ * A step is begin → ready × parameters → finish. Bucket k is launched (one asynchronous all_reduce in
+ * place) as soon as all its gradients are ready and bucket k − 1 was launched, so that all ranks launch in
+ * the same order whatever the order of gradients.
  *
- * A gradient that is missing on one rank must become an error on all of them. Each bucket therefore carries one more element
- * behind its gradients, the flag: 0, or NaN from a rank that had to send zeros in place of a gradient. The sum tells every rank,
- * at no extra message; only then do the ranks gather who missed what. (Buckets in GPU memory have no flag.) */
+ * A gradient that is missing on one rank must become an error on all of them. Each bucket therefore
+ * carries one more element behind its gradients, the flag: 0, or NaN from a rank that had to send zeros in
+ * place of a gradient. The sum tells every rank, at no extra message; only then do the ranks gather who
+ * missed what. (Buckets in GPU memory have no flag.) */
 #ifndef CD_DDP_REDUCER_H
 #define CD_DDP_REDUCER_H
 
@@ -56,24 +59,28 @@ void cd_reducer_set_uses(cd_reducer *reducer, const int *uses);
 /* GPU: the stream that computes the gradients. */
 void cd_reducer_set_stream(cd_reducer *reducer, void *stream);
 
-/* Begins a step: all parameters become unready. If an earlier step was left by an error, waits for its operations first, within
- * patience. Errors: CD_WAIT_EXPIRED, CD_INTERRUPTED. */
+/* Begins a step: all parameters become unready. If an earlier step was left by an error, waits for its
+ * operations first, within patience. Errors: CD_WAIT_EXPIRED, CD_INTERRUPTED. */
 cd_status cd_reducer_begin(cd_reducer *reducer, cd_step step, const cd_patience *patience);
-/* Gradient `param` lies complete in its view. Thread-safe. Errors: CD_BAD_ARGUMENT when it was ready already in this step or
- * is out of range (the caller names it); the group's. */
+/* Gradient `param` lies complete in its view. Thread-safe. Errors: CD_BAD_ARGUMENT when it was ready
+ * already in this step or is out of range (the caller names it); the group's. */
 cd_status cd_reducer_ready(cd_reducer *reducer, int param);
 /* Calls of ready() for this parameter since begin. */
 int cd_reducer_seen(const cd_reducer *reducer, int param);
-/* CD_STEP_HANDOUT: the next bucket in order if it is full, and not handed out yet; otherwise −1. Thread-safe. */
+/* CD_STEP_HANDOUT: the next bucket in order if it is full, and not handed out yet; otherwise −1. Thread-
+ * safe. */
 int cd_reducer_next_full(cd_reducer *reducer);
-/* Makes every unready parameter ready, with zeros (CPU). Unless `expected`, raises the flag of its bucket. Returns how many.
- * Part of finish; called alone only with CD_STEP_HANDOUT. All calls of ready() have returned. */
+/* Makes every unready parameter ready, with zeros (CPU). Unless `expected`, raises the flag of its bucket.
+ * Returns how many. Part of finish; called alone only with CD_STEP_HANDOUT. All calls of ready() have
+ * returned. */
 cd_status cd_reducer_fill(cd_reducer *reducer, bool expected, int *filled_p);
-/* Waits until every bucket is reduced (GPU: until the stream waits for them). With CD_STEP_LOCAL: nothing. Unready parameters are
- * filled; where that was not expected the answer is CD_BAD_ARGUMENT on all ranks, the gradients are not to be used, and the group
- * lives on. Errors: that; the group's; CD_INTERRUPTED (then it can be called again). */
+/* Waits until every bucket is reduced (GPU: until the stream waits for them). With CD_STEP_LOCAL: nothing.
+ * Unready parameters are filled; where that was not expected the answer is CD_BAD_ARGUMENT on all ranks,
+ * the gradients are not to be used, and the group lives on. Errors: that; the group's; CD_INTERRUPTED
+ * (then it can be called again). */
 cd_status cd_reducer_finish(cd_reducer *reducer, bool unready_expected, const cd_patience *patience);
-/* Who missed what in this step: missing[rank × count + param] = 1. Collective; after a finish that failed with CD_BAD_ARGUMENT. */
+/* Who missed what in this step: missing[rank × count + param] = 1. Collective; after a finish that failed
+ * with CD_BAD_ARGUMENT. */
 cd_status cd_reducer_gather_missing(cd_reducer *reducer, uint8_t *missing, cd_patience *patience);
 /* The parameters in the order in which they became ready in this step, for re-planning; *count_p entries. */
 const int *cd_reducer_ready_order(const cd_reducer *reducer, int *count_p);

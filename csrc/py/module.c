@@ -8,6 +8,7 @@
 #include "py/group.h"
 #include "py/recorder.h"
 #include "py/redop.h"
+#include "py/reducer.h"
 #include "py/sampler.h"
 #include "py/store.h"
 #include "py/work.h"
@@ -52,6 +53,7 @@ static int execute(PyObject *module)
         cd_py_moves_add,
         cd_py_p2p_add,
         cd_py_arena_add,
+        cd_py_reducer_add,
         cd_py_sampler_add,
         cd_py_store_add,
     };

@@ -26,7 +26,9 @@
     X(hash_store_type)                                                                  \
     X(prefix_store_type)                                                                \
     X(sampler_type)                                                                     \
-    X(reducer_type)
+    X(reducer_type)                                                                     \
+    X(bucket_buffer_type)                                                               \
+    X(gradient_hook_type)
 
 typedef struct {
 #define X(name) PyObject *name;

@@ -1,0 +1,590 @@
+#include "py/reducer.h"
+
+#include "py/errors.h"
+#include "py/glue.h"
+#include "py/group.h"
+
+#include "ddp/reducer.h"
+
+#include <structmember.h>
+
+typedef struct {
+    PyObject_HEAD
+    cd_reducer *reducer;
+    cd_group *group;  /* borrowed from the reducer, which holds it */
+    PyObject *owner;  /* the Python object whose methods the hooks call, or NULL */
+    int count;
+    cd_step step;
+    char backward; /* hooks have called owner._begin_backward() for the backward pass that goes on */
+} reducer_object;
+
+/* Memory of a bucket with the buffer protocol; keeps the reducer alive. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *owner;
+    void *memory;
+    Py_ssize_t bytes;
+} buffer_object;
+
+/* What torch calls as hook(parameter) when its gradient is complete. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    reducer_object *reducer;
+    PyObject *view; /* of the gradient in its bucket */
+    int index;
+    bool link;      /* parameter.grad becomes the view */
+} hook_object;
+
+static PyObject *raise(PyObject *self, cd_status status, const char *operation)
+{
+    cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
+    return state ? cd_py_raise_from(state, status, operation) : NULL;
+}
+
+/* ---- making a reducer ---- */
+
+static int read_device(const char *text, cd_device *device_p)
+{
+    *device_p = strcmp(text, "cuda") == 0 ? CD_CUDA : CD_CPU;
+    if (*device_p == CD_CUDA || strcmp(text, "cpu") == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "device must be 'cpu' or 'cuda', not '%s'", text);
+    return -1;
+}
+
+static int read_mode(const char *text, cd_reduce_mode *mode_p)
+{
+    *mode_p = strcmp(text, "sum") == 0 ? CD_REDUCE_SUM : CD_REDUCE_MEAN;
+    if (*mode_p == CD_REDUCE_SUM || strcmp(text, "mean") == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "mode must be 'mean' or 'sum', not '%s'", text);
+    return -1;
+}
+
+static int create_reducer(reducer_object *self, cd_py_state *state, PyObject *group, const cd_reducer_spec *spec)
+{
+    cd_py_group *shell;
+    int member = cd_py_group_get(state, group, "Reducer", &shell);
+    if (member == 0)
+        PyErr_SetString(PyExc_ValueError, "Reducer: this rank does not belong to the group");
+    if (member <= 0)
+        return -1;
+    self->group = shell->group;
+    cd_status status = cd_reducer_create(shell->group, spec, &self->reducer);
+    Py_DECREF(shell);
+    if (status == CD_OK)
+        return 0;
+    cd_py_raise(state, status);
+    return -1;
+}
+
+static int reducer_init(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"group", "counts", "dtypes", "bucket_of", "mode", "device", "memory", NULL};
+    reducer_object *self = (reducer_object *)object;
+    PyObject *group, *counts, *dtypes, *bucket_of, *memory = Py_None;
+    const char *mode = "mean", *device = "cpu";
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|ssO:Reducer", names, &group, &counts, &dtypes, &bucket_of,
+                                     &mode, &device, &memory))
+        return -1;
+    cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
+    cd_reducer_spec spec = {0};
+    cd_device where;
+    if (!state || read_mode(mode, &spec.mode) < 0 || read_device(device, &where) < 0)
+        return -1;
+    if (self->reducer) {
+        PyErr_SetString(PyExc_RuntimeError, "a Reducer is made once");
+        return -1;
+    }
+    int made = -1, entries;
+    void **addresses = NULL;
+    cd_reducer_param *params = cd_py_reducer_params(counts, dtypes, where, &spec.count);
+    int *buckets = params ? cd_py_reducer_ints(bucket_of, spec.count, &entries) : NULL;
+    if (buckets) {
+        for (int i = 0; i < spec.count; i++)
+            if (buckets[i] >= spec.buckets)
+                spec.buckets = buckets[i] < spec.count ? buckets[i] + 1 : spec.count;
+        spec.params = params;
+        spec.bucket_of = buckets;
+        if (cd_py_reducer_memory(memory, spec.buckets, &addresses) == 0) {
+            spec.memory = addresses;
+            made = create_reducer(self, state, group, &spec);
+        }
+        self->count = spec.count;
+    }
+    PyMem_Free(addresses);
+    PyMem_Free(buckets);
+    PyMem_Free(params);
+    return made;
+}
+
+/* ---- life ---- */
+
+static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    reducer_object *self = (reducer_object *)object;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->owner);
+    return 0;
+}
+
+static int reducer_clear(PyObject *object)
+{
+    reducer_object *self = (reducer_object *)object;
+    Py_CLEAR(self->owner);
+    return 0;
+}
+
+static void reducer_dealloc(PyObject *object)
+{
+    reducer_object *self = (reducer_object *)object;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    reducer_clear(object);
+    cd_reducer_free(self->reducer);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static void buffer_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    Py_CLEAR(((buffer_object *)object)->owner);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static int buffer_get(PyObject *object, Py_buffer *view, int flags)
+{
+    buffer_object *self = (buffer_object *)object;
+    return PyBuffer_FillInfo(view, object, self->memory, self->bytes, 0, flags);
+}
+
+static int hook_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    hook_object *self = (hook_object *)object;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT((PyObject *)self->reducer);
+    Py_VISIT(self->view);
+    return 0;
+}
+
+static int hook_clear(PyObject *object)
+{
+    hook_object *self = (hook_object *)object;
+    Py_CLEAR(self->reducer);
+    Py_CLEAR(self->view);
+    return 0;
+}
+
+static void hook_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    hook_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* ---- methods ---- */
+
+/* Methods are of no use before __init__ succeeded. */
+static int check_made(reducer_object *self)
+{
+    if (self->reducer)
+        return 0;
+    PyErr_SetString(PyExc_RuntimeError, "this Reducer was not initialised");
+    return -1;
+}
+
+static int read_index(reducer_object *self, PyObject *object, int *index_p)
+{
+    long index = PyLong_AsLong(object);
+    if (index == -1 && PyErr_Occurred())
+        return -1;
+    if (check_made(self) < 0)
+        return -1;
+    if (index < 0 || index >= self->count) {
+        PyErr_Format(PyExc_IndexError, "there is no gradient %ld among %d", index, self->count);
+        return -1;
+    }
+    *index_p = (int)index;
+    return 0;
+}
+
+static PyObject *reducer_bucket(PyObject *object, PyObject *number)
+{
+    reducer_object *self = (reducer_object *)object;
+    long k = PyLong_AsLong(number);
+    if ((k == -1 && PyErr_Occurred()) || check_made(self) < 0)
+        return NULL;
+    if (k < 0 || k >= cd_reducer_buckets(self->reducer))
+        return PyErr_Format(PyExc_IndexError, "there is no bucket %ld among %d", k, cd_reducer_buckets(self->reducer));
+    cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
+    buffer_object *buffer = state ? PyObject_New(buffer_object, (PyTypeObject *)state->bucket_buffer_type) : NULL;
+    if (!buffer)
+        return NULL;
+    size_t bytes;
+    buffer->memory = cd_reducer_bucket(self->reducer, (int)k, &bytes);
+    buffer->bytes = (Py_ssize_t)bytes;
+    buffer->owner = Py_NewRef(object);
+    return (PyObject *)buffer;
+}
+
+static PyObject *reducer_offset(PyObject *object, PyObject *number)
+{
+    reducer_object *self = (reducer_object *)object;
+    int index;
+    if (read_index(self, number, &index) < 0)
+        return NULL;
+    size_t offset;
+    int bucket = cd_reducer_place(self->reducer, index, &offset);
+    return Py_BuildValue("in", bucket, (Py_ssize_t)offset);
+}
+
+static PyObject *reducer_begin(PyObject *object, PyObject *step)
+{
+    reducer_object *self = (reducer_object *)object;
+    long value = PyLong_AsLong(step);
+    if ((value == -1 && PyErr_Occurred()) || check_made(self) < 0)
+        return NULL;
+    if (value < CD_STEP_LOCAL || value > CD_STEP_HANDOUT)
+        return PyErr_Format(PyExc_ValueError, "step must be 0 (local), 1 (reduce) or 2 (hand out), not %ld", value);
+    cd_py_wait wait;
+    cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(cd_group_timeout_ns(self->group)), 1);
+    cd_status status = cd_reducer_begin(self->reducer, (cd_step)value, &patience);
+    cd_py_wait_end(&wait);
+    if (status != CD_OK)
+        return raise(object, status, "gradient reduction");
+    self->step = (cd_step)value;
+    Py_RETURN_NONE;
+}
+
+/* Calls owner._twice(index), which raises with the parameter's name. */
+static PyObject *raise_twice(reducer_object *self, int index)
+{
+    if (!self->owner)
+        return raise((PyObject *)self, CD_BAD_ARGUMENT, NULL);
+    PyObject *answer = PyObject_CallMethod(self->owner, "_twice", "i", index);
+    Py_XDECREF(answer);
+    if (answer)
+        PyErr_Format(PyExc_RuntimeError, "gradient %d was marked ready twice", index);
+    return NULL;
+}
+
+static PyObject *mark_ready(reducer_object *self, int index)
+{
+    cd_status status = cd_reducer_ready(self->reducer, index);
+    if (cd_unlikely(status == CD_BAD_ARGUMENT))
+        return raise_twice(self, index);
+    if (cd_unlikely(status != CD_OK))
+        return raise((PyObject *)self, status, "gradient reduction");
+    if (self->step == CD_STEP_HANDOUT && self->owner)
+        return PyObject_CallMethod(self->owner, "_hand_out", NULL);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_ready(PyObject *object, PyObject *number)
+{
+    int index;
+    if (read_index((reducer_object *)object, number, &index) < 0)
+        return NULL;
+    return mark_ready((reducer_object *)object, index);
+}
+
+static PyObject *reducer_seen(PyObject *object, PyObject *number)
+{
+    int index;
+    if (read_index((reducer_object *)object, number, &index) < 0)
+        return NULL;
+    return PyLong_FromLong(cd_reducer_seen(((reducer_object *)object)->reducer, index));
+}
+
+static PyObject *reducer_next_full(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    reducer_object *self = (reducer_object *)object;
+    return check_made(self) < 0 ? NULL : PyLong_FromLong(cd_reducer_next_full(self->reducer));
+}
+
+static PyObject *reducer_fill(PyObject *object, PyObject *expected)
+{
+    reducer_object *self = (reducer_object *)object;
+    int truth = PyObject_IsTrue(expected), filled;
+    if (truth < 0 || check_made(self) < 0)
+        return NULL;
+    cd_status status = cd_reducer_fill(self->reducer, truth, &filled);
+    return status == CD_OK ? PyLong_FromLong(filled) : raise(object, status, "gradient reduction");
+}
+
+static PyObject *reducer_finish(PyObject *object, PyObject *expected)
+{
+    reducer_object *self = (reducer_object *)object;
+    int truth = PyObject_IsTrue(expected);
+    if (truth < 0 || check_made(self) < 0)
+        return NULL;
+    cd_py_wait wait;
+    cd_patience patience = cd_py_wait_begin(&wait, CD_NEVER, cd_group_size(self->group)); /* each operation has a deadline */
+    cd_status status = cd_reducer_finish(self->reducer, truth, &patience);
+    cd_py_wait_end(&wait);
+    if (status == CD_BAD_ARGUMENT)
+        Py_RETURN_FALSE;
+    if (status != CD_OK)
+        return raise(object, status, "gradient reduction");
+    Py_RETURN_TRUE;
+}
+
+static PyObject *reducer_missing(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    reducer_object *self = (reducer_object *)object;
+    if (check_made(self) < 0)
+        return NULL;
+    Py_ssize_t bytes = (Py_ssize_t)self->count * cd_group_size(self->group);
+    PyObject *out = PyBytes_FromStringAndSize(NULL, bytes);
+    if (!out)
+        return NULL;
+    cd_py_wait wait;
+    uint64_t timeout = cd_group_timeout_ns(self->group);
+    cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(timeout), cd_group_size(self->group));
+    cd_status status = cd_reducer_gather_missing(self->reducer, (uint8_t *)PyBytes_AS_STRING(out), &patience);
+    cd_py_wait_end(&wait);
+    if (status == CD_OK)
+        return out;
+    Py_DECREF(out);
+    return raise(object, status, "gradient reduction");
+}
+
+static PyObject *reducer_ready_order(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    reducer_object *self = (reducer_object *)object;
+    if (check_made(self) < 0)
+        return NULL;
+    int count;
+    const int *order = cd_reducer_ready_order(self->reducer, &count);
+    PyObject *list = PyList_New(count);
+    for (int i = 0; list && i < count; i++) {
+        PyObject *number = PyLong_FromLong(order[i]);
+        if (!number) {
+            Py_DECREF(list);
+            return NULL;
+        }
+        PyList_SET_ITEM(list, i, number);
+    }
+    return list;
+}
+
+static PyObject *reducer_set_divisor(PyObject *object, PyObject *value)
+{
+    double divisor = PyFloat_AsDouble(value);
+    if (PyErr_Occurred() || check_made((reducer_object *)object) < 0)
+        return NULL;
+    if (!(divisor > 0)) {
+        PyErr_SetString(PyExc_ValueError, "the divisor must be positive");
+        return NULL;
+    }
+    cd_reducer_set_divisor(((reducer_object *)object)->reducer, divisor);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_set_scale(PyObject *object, PyObject *value)
+{
+    double scale = PyFloat_AsDouble(value);
+    if (PyErr_Occurred() || check_made((reducer_object *)object) < 0)
+        return NULL;
+    cd_reducer_set_scale(((reducer_object *)object)->reducer, scale);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_set_uses(PyObject *object, PyObject *uses)
+{
+    reducer_object *self = (reducer_object *)object;
+    int count;
+    if (check_made(self) < 0)
+        return NULL;
+    int *list = cd_py_reducer_ints(uses, self->count, &count);
+    if (!list)
+        return NULL;
+    cd_reducer_set_uses(self->reducer, list);
+    PyMem_Free(list);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_set_stream(PyObject *object, PyObject *stream)
+{
+    void *address = PyLong_AsVoidPtr(stream);
+    if (PyErr_Occurred() || check_made((reducer_object *)object) < 0)
+        return NULL;
+    cd_reducer_set_stream(((reducer_object *)object)->reducer, address);
+    Py_RETURN_NONE;
+}
+
+static PyObject *reducer_launched(PyObject *object, void *Py_UNUSED(closure))
+{
+    reducer_object *self = (reducer_object *)object;
+    if (check_made(self) < 0)
+        return NULL;
+    uint64_t buckets, bytes;
+    cd_reducer_launched(self->reducer, &buckets, &bytes);
+    return Py_BuildValue("KK", (unsigned long long)buckets, (unsigned long long)bytes);
+}
+
+static PyObject *reducer_unready(PyObject *object, void *Py_UNUSED(closure))
+{
+    reducer_object *self = (reducer_object *)object;
+    if (check_made(self) < 0)
+        return NULL;
+    int ready;
+    (void)cd_reducer_ready_order(self->reducer, &ready);
+    return PyLong_FromLong(self->count - ready);
+}
+
+static PyObject *reducer_buckets(PyObject *object, void *Py_UNUSED(closure))
+{
+    reducer_object *self = (reducer_object *)object;
+    return check_made(self) < 0 ? NULL : PyLong_FromLong(cd_reducer_buckets(self->reducer));
+}
+
+/* ---- the hook ---- */
+
+/* The gradient goes to its place in the bucket unless it is there already. */
+static int place_gradient(hook_object *self, PyObject *param)
+{
+    PyObject *grad = PyObject_GetAttrString(param, "grad");
+    if (!grad)
+        return -1;
+    int failed = 0;
+    if (grad != self->view && grad != Py_None) {
+        PyObject *copied = PyObject_CallMethod(self->view, "copy_", "O", grad);
+        failed = !copied || (self->link && PyObject_SetAttrString(param, "grad", self->view) < 0);
+        Py_XDECREF(copied);
+    }
+    Py_DECREF(grad);
+    return failed ? -1 : 0;
+}
+
+static PyObject *hook_call(PyObject *object, PyObject *const *args, size_t nargs, PyObject *names)
+{
+    hook_object *self = (hook_object *)object;
+    reducer_object *reducer = self->reducer;
+    if (PyVectorcall_NARGS(nargs) != 1 || names || !reducer)
+        return PyErr_Format(PyExc_TypeError, "a gradient hook takes one parameter");
+    if (!reducer->backward) {
+        PyObject *begun = reducer->owner ? PyObject_CallMethod(reducer->owner, "_begin_backward", NULL) : NULL;
+        if (!begun)
+            return NULL;
+        int go = PyObject_IsTrue(begun);
+        Py_DECREF(begun);
+        if (go < 1)
+            return go < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    if (reducer->step != CD_STEP_LOCAL && place_gradient(self, args[0]) < 0)
+        return NULL;
+    return mark_ready(reducer, self->index);
+}
+
+static PyObject *reducer_hook(PyObject *object, PyObject *args)
+{
+    reducer_object *self = (reducer_object *)object;
+    PyObject *number, *view;
+    int link, index;
+    if (!PyArg_ParseTuple(args, "OOp:hook", &number, &view, &link) || read_index(self, number, &index) < 0)
+        return NULL;
+    cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
+    hook_object *hook = state ? PyObject_GC_New(hook_object, (PyTypeObject *)state->gradient_hook_type) : NULL;
+    if (!hook)
+        return NULL;
+    hook->call = hook_call;
+    hook->reducer = (reducer_object *)Py_NewRef(object);
+    hook->view = Py_NewRef(view);
+    hook->index = index;
+    hook->link = link != 0;
+    PyObject_GC_Track(hook);
+    return (PyObject *)hook;
+}
+
+/* ---- types ---- */
+
+static PyMethodDef reducer_methods[] = {
+    {"bucket", reducer_bucket, METH_O, "bucket(k): memory of the gradients of bucket k, as a writable buffer of bytes."},
+    {"place", reducer_offset, METH_O, "place(i): (bucket, offset in bytes) of gradient i."},
+    {"begin", reducer_begin, METH_O, "begin(step): all gradients become unready; 0 local, 1 reduce, 2 hand out."},
+    {"ready", reducer_ready, METH_O, "ready(i): gradient i lies complete in its place."},
+    {"seen", reducer_seen, METH_O, "seen(i): how often gradient i was marked since begin."},
+    {"next_full", reducer_next_full, METH_NOARGS, "The next full bucket to be handed out, or -1."},
+    {"fill", reducer_fill, METH_O, "fill(expected): zeros for unready gradients; returns how many."},
+    {"finish", reducer_finish, METH_O, "finish(expected): waits for all buckets; False if a gradient was missing on a rank."},
+    {"missing", reducer_missing, METH_NOARGS, "bytes of (world, count): 1 where a rank missed a gradient. Collective."},
+    {"ready_order", reducer_ready_order, METH_NOARGS, "Gradients in the order in which they became ready."},
+    {"set_divisor", reducer_set_divisor, METH_O, "Divides by this instead of the group's size."},
+    {"set_scale", reducer_set_scale, METH_O, "Multiplies this rank's gradients before the sum."},
+    {"set_uses", reducer_set_uses, METH_O, "How often each gradient is marked in a step before it counts."},
+    {"set_stream", reducer_set_stream, METH_O, "The CUDA stream that computes the gradients."},
+    {"hook", reducer_hook, METH_VARARGS, "hook(i, view, link): callable(parameter) that places and marks gradient i."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef reducer_getset[] = {
+    {"launched", reducer_launched, NULL, "(buckets, bytes) sent since it was made.", NULL},
+    {"unready", reducer_unready, NULL, "Gradients that are not ready yet in this step.", NULL},
+    {"buckets", reducer_buckets, NULL, "Number of buckets.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef reducer_members[] = {
+    {"owner", T_OBJECT, offsetof(reducer_object, owner), 0, "Object with _begin_backward, _hand_out and _twice."},
+    {"backward", T_BOOL, offsetof(reducer_object, backward), 0, "A backward pass goes on: hooks do not announce it."},
+    {"step", T_INT, offsetof(reducer_object, step), READONLY, "Kind of the step: 0 local, 1 reduce, 2 hand out."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyMemberDef hook_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(hook_object, call), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot reducer_slots[] = {
+    {Py_tp_doc, "Reducer(group, counts, dtypes, bucket_of, mode='mean', device='cpu', memory=None)\n--\n\n"
+                "Buckets of gradients that are reduced over the ranks of a group while backward goes on."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, reducer_init},
+    {Py_tp_dealloc, reducer_dealloc},
+    {Py_tp_traverse, reducer_traverse},
+    {Py_tp_clear, reducer_clear},
+    {Py_tp_methods, reducer_methods},
+    {Py_tp_getset, reducer_getset},
+    {Py_tp_members, reducer_members},
+    {0, NULL},
+};
+
+static PyType_Slot buffer_slots[] = {
+    {Py_tp_dealloc, buffer_dealloc},
+    {Py_bf_getbuffer, buffer_get},
+    {0, NULL},
+};
+
+static PyType_Slot hook_slots[] = {
+    {Py_tp_dealloc, hook_dealloc},   {Py_tp_traverse, hook_traverse},     {Py_tp_clear, hook_clear},
+    {Py_tp_members, hook_members},   {Py_tp_call, PyVectorcall_Call},     {0, NULL},
+};
+
+static PyType_Spec reducer_spec = {"cdist._core.Reducer", sizeof(reducer_object), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, reducer_slots};
+static PyType_Spec buffer_spec = {"cdist._core.BucketBuffer", sizeof(buffer_object), 0,
+                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, buffer_slots};
+static PyType_Spec hook_spec = {"cdist._core.GradientHook", sizeof(hook_object), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
+                                    Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                hook_slots};
+
+int cd_py_reducer_add(PyObject *module)
+{
+    cd_py_state *state = cd_py_state_of(module);
+    state->reducer_type = PyType_FromModuleAndSpec(module, &reducer_spec, NULL);
+    if (!state->reducer_type || PyModule_AddType(module, (PyTypeObject *)state->reducer_type) < 0)
+        return -1;
+    state->bucket_buffer_type = PyType_FromModuleAndSpec(module, &buffer_spec, NULL);
+    state->gradient_hook_type = PyType_FromModuleAndSpec(module, &hook_spec, NULL);
+    if (!state->bucket_buffer_type || !state->gradient_hook_type)
+        return -1;
+    return cd_py_buckets_add(module);
+}

@@ -1,0 +1,584 @@
+"""Data parallelism over modules whose parameters are arrays: anything with ``named_parameters()``."""
+
+import contextlib
+import threading
+
+import numpy as np
+
+import cdist
+from cdist.parallel.join import Join, Joinable, JoinHook
+from cdist.parallel.synchronizer import LOCAL, REDUCE, Gradient, Synchronizer, bucket_caps, debugging
+from cdist.parallel.verify import agree, agree_on_parameters
+
+
+class Parameter:
+    """An array with a gradient: what a hand-written layer needs to be trained on several ranks.
+
+    ``data`` is any NumPy array of real or complex floats. A backward pass gives its gradient by :meth:`accumulate_grad`. Under
+    :class:`~cdist.nn.parallel.DistributedDataParallel` the gradient lives in a bucket in shared memory and is averaged over
+    the ranks while the backward pass goes on; reading :attr:`grad` waits for that.
+    """
+
+    __slots__ = ("data", "name", "requires_grad", "_grad", "_link", "__weakref__")
+
+    def __init__(self, data, name=None, requires_grad=True):
+        self.data = np.asarray(data)
+        self.name = name
+        self.requires_grad = requires_grad
+        self._grad = None
+        self._link = None
+
+    @property
+    def grad(self):
+        """The gradient, or None. Under DistributedDataParallel: reading it ends the backward pass (every rank must then come to
+        its end), and the array is a view that the next step overwrites. Change it in place (``p.grad *= c``); assigning None is
+        :meth:`zero_grad`.
+        """
+        if self._link is None:
+            return self._grad
+        owner, index = self._link
+        return owner._read_grad(index)
+
+    @grad.setter
+    def grad(self, value):
+        if value is None:
+            self.zero_grad()
+        elif self._link is None:
+            self._grad = value
+        else:
+            owner, index = self._link
+            if value is not owner._views[index]:
+                raise ValueError(
+                    f"parameter {owner._names[index]!r}: its gradient lives in a bucket of DistributedDataParallel; give a "
+                    "new one by accumulate_grad(g), which has it reduced, or change it in place by grad[...] = g"
+                )
+
+    def accumulate_grad(self, gradient, ready=True):
+        """Adds `gradient` (an array of the shape of `data`) and, with `ready`, says that it is complete for this backward pass.
+        A parameter that is used several times gives ``ready=False`` for all but the last.
+        """
+        if self._link is not None:
+            owner, index = self._link
+            owner._accumulate(index, gradient, ready)
+            return
+        gradient = np.asarray(gradient)
+        if gradient.shape != self.data.shape:
+            raise ValueError(f"gradient of shape {gradient.shape} for a parameter of shape {self.data.shape}")
+        if self._grad is None:
+            self._grad = gradient.astype(self.data.dtype)
+        else:
+            self._grad += gradient
+
+    def zero_grad(self):
+        """Forgets the gradient."""
+        if self._link is None:
+            self._grad = None
+        else:
+            owner, index = self._link
+            owner._forget(index)
+
+    def __repr__(self):
+        return f"Parameter({self.name or ''}{': ' if self.name else ''}{self.data.dtype} {self.data.shape})"
+
+
+def unique_parameters(module, ignored=()):
+    """(name, parameter) of each distinct parameter, under its first name."""
+    seen, found = set(), []
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in seen and name not in ignored:
+            seen.add(id(parameter))
+            found.append((name, parameter))
+    return found
+
+
+def broadcast_array(holder, attribute, group, src=0):
+    """Gives holder.attribute the values of group rank `src`, in place where it is a writable NumPy array."""
+    value = getattr(holder, attribute)
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        cdist.broadcast(value, group_src=src, group=group)
+        return
+    copy = np.array(value)
+    cdist.broadcast(copy, group_src=src, group=group)
+    setattr(holder, attribute, as_kind_of(value, copy))
+
+
+def as_kind_of(example, array):
+    """`array` (NumPy, not shared with anybody) as the kind of array that `example` is."""
+    if isinstance(example, np.ndarray) or np.isscalar(example):
+        return array
+    kind = type(example)
+    if kind.__module__.split(".")[0] in ("jax", "jaxlib"):
+        import jax.numpy
+
+        return jax.numpy.asarray(array)
+    if kind.__module__.split(".")[0] == "torch":
+        import torch
+
+        return torch.from_numpy(array)
+    return kind(array)
+
+
+class ArrayDataParallel(Joinable):
+    """DistributedDataParallel over array modules; see there."""
+
+    def __init__(
+        self,
+        module,
+        process_group=None,
+        *,
+        reduce="mean",
+        init_sync=True,
+        broadcast_buffers=True,
+        bucket_cap_mb=None,
+        bucket_cap_mb_list=None,
+        find_unused_parameters=False,
+        static_graph=False,
+    ):
+        super().__init__()
+        self.module = module
+        self.process_group = process_group
+        self.reduce = reduce
+        self.broadcast_buffers_each_forward = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True
+        self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._lock = threading.Lock()
+        self._all = unique_parameters(module)
+        self._sync = None
+        trainable = [(name, p) for name, p in self._all if getattr(p, "requires_grad", True)]
+        if init_sync:
+            chosen = {name for name, _ in trainable}
+            agree_on_parameters([_describe(name, p, name in chosen) for name, p in self._all], process_group)
+            self.broadcast_parameters()
+            if broadcast_buffers:
+                self.broadcast_buffers()
+        self._adopt(trainable)
+
+    # ---- forward
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+    def forward(self, *args, **kwargs):
+        """Calls the module. Buffers are broadcast from rank 0 first, if the module has any."""
+        self._announce()
+        if self.require_backward_grad_sync and self.broadcast_buffers_each_forward:
+            self.broadcast_buffers()
+        return self.module(*args, **kwargs)
+
+    def named_parameters(self):
+        """(name, parameter) of each distinct parameter."""
+        return list(self._all)
+
+    def parameters(self):
+        """The distinct parameters, for optimizers."""
+        return [p for _, p in self._all]
+
+    # ---- gradients of cdist.Parameter
+
+    def _adopt(self, trainable):
+        """Gives each trainable parameter its place in new buckets."""
+        held = {}
+        for name, p in getattr(self, "_trainable", []):
+            if isinstance(p, Parameter):
+                index = p._link[1]
+                held[name] = self._views[index].copy() if self._has_grad[index] else None
+                p._link = None
+                p._grad = held[name]
+        self._trainable = trainable
+        self._names = [name for name, _ in trainable]
+        self._automatic = all(isinstance(p, Parameter) for _, p in trainable)
+        if not self._automatic and any(isinstance(p, Parameter) for _, p in trainable):
+            raise TypeError("a module's parameters are either all cdist.Parameter or none is")
+        data = [np.asarray(p.data) for _, p in trainable]
+        gradients = [Gradient(name, d.size, d.dtype.name, d.itemsize) for name, d in zip(self._names, data)]
+        self._shapes = [d.shape for d in data]
+        self._dtypes = [d.dtype for d in data]
+        self._has_grad = [False] * len(trainable)
+        self._fresh = [False] * len(trainable)
+        self._unsynced = False
+        self._counting = self.static_graph
+        self._sync = Synchronizer(self.process_group, gradients, reduce=self.reduce, caps=self._caps)
+        self._make_views()
+        for index, (_, p) in enumerate(trainable):
+            if not isinstance(p, Parameter):
+                continue
+            if p._link is not None and p._link[0] is not self:
+                raise ValueError(
+                    f"parameter {self._names[index]!r} belongs to another DistributedDataParallel"
+                )
+            if p._grad is not None:
+                self._views[index][...] = p._grad
+                self._has_grad[index] = True
+                p._grad = None
+            p._link = (self, index)
+
+    def _make_views(self):
+        reducer = self._sync.reducer
+        buckets = [reducer.bucket(k) for k in range(reducer.buckets)]
+        self._views = []
+        for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes)):
+            bucket, offset = reducer.place(index)
+            self._views.append(np.ndarray(shape, dtype, buffer=buckets[bucket], offset=offset))
+
+    def _begin_backward(self):
+        with self._lock:
+            if self._sync.reducer.backward:
+                return
+            sync = self.require_backward_grad_sync
+            if (
+                sync
+                and self.reduce != "mean"
+                and any(has and not new for has, new in zip(self._has_grad, self._fresh))
+            ):
+                raise RuntimeError(
+                    f"reduce={self.reduce!r}: the gradients of the last step are still there and would be "
+                    "summed again; call zero_grad() first"
+                )
+            if sync and self._sync.wants_replan():
+                self._replan()
+            self._sync.begin(REDUCE if sync and not self._counting else LOCAL)
+            self._sync.reducer.backward = True
+            self._sync_this = sync
+
+    def _replan(self):
+        order = self._sync.agree_on_order()
+        if order is None:
+            return
+        old = self._views
+        self._sync.plan(order)
+        self._make_views()
+        for has, before, view in zip(self._has_grad, old, self._views):
+            if has:
+                view[...] = before
+
+    def _accumulate(self, index, gradient, ready):
+        reducer = self._sync.reducer
+        if not reducer.backward:
+            self._begin_backward()
+            reducer = self._sync.reducer
+        view = self._views[index]
+        if np.shape(gradient) != view.shape:
+            raise ValueError(
+                f"parameter {self._names[index]!r}: gradient of shape {np.shape(gradient)} for a parameter of "
+                f"shape {view.shape}"
+            )
+        if reducer.step == REDUCE and reducer.seen(index) >= (
+            self._sync.uses[index] if self._sync.uses else 1
+        ):
+            self._sync._twice(index)
+        if self._has_grad[index]:
+            np.add(view, gradient, out=view, casting="same_kind")
+        else:
+            np.copyto(view, gradient, casting="same_kind")
+            self._has_grad[index] = True
+        self._fresh[index] = True
+        if ready:
+            reducer.ready(index)
+
+    def _read_grad(self, index):
+        if self._sync.reducer.backward:
+            self.synchronize()
+        return self._views[index] if self._has_grad[index] else None
+
+    def _forget(self, index):
+        if self._sync.reducer.backward:
+            self.synchronize()
+        self._has_grad[index] = False
+        self._fresh[index] = False
+        self._unsynced = False
+
+    def zero_grad(self):
+        """Forgets all gradients."""
+        for _, p in self._all:
+            if isinstance(p, Parameter):
+                p.zero_grad()
+            else:
+                p.grad = None
+
+    def synchronize(self):
+        """Ends the backward pass: waits until all gradients are the reduced ones. Reading any ``grad`` of a cdist.Parameter does
+        the same. For other parameter classes this call is what reduces their ``grad``, once after each backward pass. Collective,
+        except after a pass under no_sync().
+
+        Raises RuntimeError on every rank, with names, if a gradient is missing on any (unless find_unused_parameters).
+        """
+        if not self._automatic:
+            self._reduce_foreign()
+            return
+        reducer = self._sync.reducer
+        if not reducer.backward:
+            if not self._trainable or not self.require_backward_grad_sync or not self._unsynced:
+                return
+            self._begin_backward()  # all micro-batches ran under no_sync(): reduce what has gathered
+        reducer = self._sync.reducer
+        reducer.backward = False
+        if not self._sync_this:
+            self._unsynced = True
+            return
+        if self._counting:
+            self._finish_counting()
+            reducer = self._sync.reducer
+        for index, fresh in enumerate(self._fresh):
+            if fresh and reducer.seen(index) == 0:
+                reducer.ready(index)
+        self._finish()
+
+    def _finish(self):
+        used = np.array(
+            [reducer_seen > 0 for reducer_seen in map(self._sync.reducer.seen, range(len(self._names)))],
+            np.uint8,
+        )
+        self._fresh = [False] * len(self._names)
+        self._unsynced = False
+        allowed = self.find_unused_parameters or self._joining()
+        self._sync.finish(expected=allowed)
+        if self.find_unused_parameters and used.size:
+            cdist.all_reduce(used, op=cdist.ReduceOp.MAX, group=self.process_group)
+            self._has_grad = [has or bool(u) for has, u in zip(self._has_grad, used)]
+
+    def _finish_counting(self):
+        """static_graph: the first pass only counted how often each gradient is given."""
+        reducer = self._sync.reducer
+        seen = [reducer.seen(index) for index in range(len(self._names))]
+        self._counting = False
+        self._sync.begin(REDUCE)
+        for index, fresh in enumerate(self._fresh):
+            if fresh:
+                reducer.ready(index)
+        self._pending_uses = seen
+        self._sync.uses = [max(1, n) for n in seen]
+        reducer.set_uses(self._sync.uses)  # holds from the next begin on
+
+    # ---- gradients of other parameter classes
+
+    def _reduce_foreign(self):
+        if not self.require_backward_grad_sync:
+            return
+        if self._sync.wants_replan():
+            self._sync.replanned = True
+        self._sync.begin(REDUCE)
+        given = [p.grad for _, p in self._trainable]
+        reducer = self._sync.reducer
+        for index in self._sync.order:
+            if given[index] is not None:
+                if np.shape(given[index]) != self._shapes[index]:
+                    raise ValueError(
+                        f"parameter {self._names[index]!r}: gradient of shape {np.shape(given[index])} for a "
+                        f"parameter of shape {self._shapes[index]}"
+                    )
+                np.copyto(self._views[index], given[index], casting="same_kind")
+                reducer.ready(index)
+        self._has_grad = [grad is not None for grad in given]
+        self._finish()
+        for index, (_, p) in enumerate(self._trainable):
+            grad = given[index]
+            if isinstance(grad, np.ndarray) and grad.flags.writeable:
+                grad[...] = self._views[index]
+            elif self._has_grad[index]:
+                p.grad = as_kind_of(grad if grad is not None else p.data, self._views[index].copy())
+
+    # ---- which passes are synchronised
+
+    def no_sync(self):
+        """Context manager: backward passes inside only add to the local gradients; the next one outside reduces the sum."""
+        return no_sync(self)
+
+    def accumulate(self, steps, batches=None):
+        """Gradient accumulation that synchronises the right micro-batch. ``for i in ddp.accumulate(4)`` runs four, of which only
+        the last communicates. ``for batch, last in ddp.accumulate(4, batches)`` goes through all batches and synchronises every
+        fourth and the very last; step the optimizer when ``last``. Gradients are summed, not averaged, over micro-batches.
+        """
+        return accumulate(self, steps, batches)
+
+    def set_weight(self, weight):
+        """With reduce='weights': how much this rank's gradient counts in the next synchronised pass (its number of samples or
+        tokens): the result is sum(weight × gradient) / sum(weight), the exact mean over all samples when the local gradient is a
+        mean over the local ones.
+        """
+        if self.reduce != "weights":
+            raise ValueError(f"set_weight is for reduce='weights', not {self.reduce!r}")
+        if not weight >= 0:
+            raise ValueError(f"weight must not be negative: {weight}")
+        self._sync.weight = float(weight)
+
+    def optimizer_step(self, step, *args, **kwargs):
+        """Synchronises if needed and calls ``step(*args, **kwargs)``. With CDIST_DEBUG=DETAIL raises RuntimeError when the last
+        backward pass ran under no_sync(), which would let the ranks drift apart.
+        """
+        if self._automatic and self._sync.reducer.backward:
+            self.synchronize()
+        if debugging() and self._unsynced:
+            raise RuntimeError(
+                "the optimizer would step on gradients that were not synchronised: the last backward pass ran "
+                "under no_sync(); let the last micro-batch run outside of it, or use ddp.accumulate(n)"
+            )
+        return step(*args, **kwargs)
+
+    # ---- state
+
+    def set_trainable(self, names):
+        """From the next step on only these parameters have gradients. Collective; raises RuntimeError on all ranks, with the
+        names that differ, unless all give the same. Must be called between steps.
+        """
+        names = list(names)
+        known = dict(self._all)
+        agree(
+            sorted(map(repr, names)),
+            self.process_group,
+            lambda everyone: "set_trainable: ranks name different parameters.",
+        )
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"set_trainable: no such parameters: {', '.join(map(repr, unknown))}")
+        if self._automatic and self._sync.reducer.backward:
+            self.synchronize()
+        chosen = set(names)
+        for name, p in self._all:
+            if hasattr(p, "requires_grad"):
+                p.requires_grad = name in chosen
+        self._adopt([(name, p) for name, p in self._all if name in chosen])
+
+    def broadcast_parameters(self, src=0):
+        """Gives every rank the parameters of group rank `src`. Collective."""
+        for _, p in self._all:
+            broadcast_array(p, "data", self.process_group, src)
+
+    def broadcast_buffers(self, src=0, average=False, copy=False):
+        """Gives every rank the buffers (what the module's ``named_buffers()`` names) of group rank `src`, or with `average` their
+        mean. They are looked up anew each time and written only where values differ. ``copy=True`` puts a new array in place of
+        the old one, where the module offers ``set_buffer(name, array)``. Collective.
+        """
+        for name, value in getattr(self.module, "named_buffers", lambda: ())():
+            new = np.array(value)
+            if average:
+                cdist.all_reduce(new, op=cdist.ReduceOp.AVG, group=self.process_group)
+            else:
+                cdist.broadcast(new, group_src=src, group=self.process_group)
+            if np.array_equal(new, value):
+                continue
+            if copy:
+                self.module.set_buffer(name, new)
+            else:
+                np.copyto(value, new)
+
+    # ---- uneven inputs
+
+    def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
+        """Context manager for ranks with different numbers of steps; see :class:`cdist.algorithms.join.Join`. A rank that is done
+        takes part in the others' reductions with zeros. `divide_by_initial_world_size`: the mean is over all ranks, otherwise over
+        those that still train.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def _joining(self):
+        return self._join_config.enable
+
+    def _announce(self):
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            flags = np.array([1, self.require_backward_grad_sync], np.int64)
+            cdist.all_reduce(flags, group=self.process_group)
+            self._sync.set_divisor(None if self._divide_by_all else float(flags[0]))
+
+    def join_hook(self, **kwargs):
+        self._divide_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return _ArrayJoinHook(self)
+
+    @property
+    def join_device(self):
+        return "cpu"
+
+    @property
+    def join_process_group(self):
+        return self.process_group
+
+
+class _ArrayJoinHook(JoinHook):
+    """Shadows the collectives of a step of the ranks that still train."""
+
+    def __init__(self, ddp):
+        self.ddp = ddp
+
+    def main_hook(self):
+        ddp = self.ddp
+        if ddp._sync.reducer.backward:
+            ddp.synchronize()
+        flags = np.zeros(2, np.int64)
+        cdist.all_reduce(flags, group=ddp.process_group)
+        ddp._sync.set_divisor(None if ddp._divide_by_all else float(flags[0]))
+        if not flags[1]:
+            return
+        if ddp.broadcast_buffers_each_forward:
+            ddp.broadcast_buffers()
+        if ddp._sync.wants_replan():
+            ddp._replan()
+        if ddp.reduce == "weights":
+            ddp._sync.weight = 0.0
+        ddp._sync.begin(REDUCE)
+        ddp._finish()
+
+    def post_hook(self, is_last_joiner):
+        source = np.array([cdist.get_rank(self.ddp.process_group) if is_last_joiner else -1], np.int64)
+        cdist.all_reduce(source, op=cdist.ReduceOp.MAX, group=self.ddp.process_group)
+        self.ddp.broadcast_parameters(int(source[0]))
+        self.ddp._sync.set_divisor(None)
+
+
+@contextlib.contextmanager
+def no_sync(*modules):
+    """Suspends gradient synchronisation of all the given modules (each with its own buckets) at once."""
+    before = [module.require_backward_grad_sync for module in modules]
+    for module in modules:
+        _close_pass(module)
+        module.require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        for module, flag in zip(modules, before):
+            _close_pass(module)
+            module.require_backward_grad_sync = flag
+
+
+def _close_pass(module):
+    """A pass of cdist.Parameters that nobody read the gradients of ends when the mode changes."""
+    if isinstance(module, ArrayDataParallel) and module._automatic and module._sync.reducer.backward:
+        module.synchronize()
+
+
+def accumulate(module, steps, batches=None):
+    """See ArrayDataParallel.accumulate."""
+    if steps < 1:
+        raise ValueError(f"accumulate needs at least one step, not {steps}")
+    return _count_steps(module, steps) if batches is None else _walk_batches(module, steps, batches)
+
+
+def _count_steps(module, steps):
+    for i in range(steps):
+        with contextlib.nullcontext() if i == steps - 1 else no_sync(module):
+            yield i
+
+
+def _walk_batches(module, steps, batches):
+    coming = iter(batches)
+    missing = object()
+    batch = next(coming, missing)
+    done = 0
+    while batch is not missing:
+        after = next(coming, missing)
+        done += 1
+        last = after is missing or done % steps == 0
+        with contextlib.nullcontext() if last else no_sync(module):
+            yield batch, last
+        batch = after
+
+
+def _describe(name, parameter, trainable):
+    data = np.asarray(parameter.data)
+    return f"{name!r}: {data.dtype} {data.shape}{'' if trainable else ', frozen'}"

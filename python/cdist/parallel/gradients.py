@@ -1,0 +1,183 @@
+"""Reduction of bare gradients: arrays in any nest of dicts, lists and tuples, from whatever computes them."""
+
+import sys
+
+import numpy as np
+
+import cdist
+from cdist.parallel.array_module import as_kind_of
+from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_caps
+from cdist.parallel.verify import agree_on_parameters
+
+
+def flatten(tree, path=""):
+    """[(path, leaf)…] in an order that does not depend on how dicts were filled. None is a leaf."""
+    if isinstance(tree, dict):
+        keys = list(tree)
+        try:
+            keys.sort()
+        except TypeError:
+            keys.sort(key=lambda key: (type(key).__name__, str(key)))
+        return [item for key in keys for item in flatten(tree[key], f"{path}[{key!r}]")]
+    if isinstance(tree, (list, tuple)):
+        return [item for number, part in enumerate(tree) for item in flatten(part, f"{path}[{number}]")]
+    if _is_foreign_tree(tree):
+        leaves = sys.modules["jax"].tree_util.tree_flatten_with_path(tree)[0]
+        return [(path + sys.modules["jax"].tree_util.keystr(key), leaf) for key, leaf in leaves]
+    return [(path or "gradient", tree)]
+
+
+def rebuild(tree, leaves):
+    """The same nest with other leaves, taken from an iterator in the order of :func:`flatten`."""
+    if isinstance(tree, dict):
+        new = {}
+        keys = list(tree)
+        try:
+            keys.sort()
+        except TypeError:
+            keys.sort(key=lambda key: (type(key).__name__, str(key)))
+        for key in keys:
+            new[key] = rebuild(tree[key], leaves)
+        ordered = {key: new[key] for key in tree}
+        return ordered if type(tree) is dict else type(tree)(ordered)
+    if isinstance(tree, (list, tuple)):
+        parts = [rebuild(part, leaves) for part in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*parts)
+        return type(tree)(parts)
+    if _is_foreign_tree(tree):
+        jax = sys.modules["jax"]
+        count = len(jax.tree_util.tree_leaves(tree))
+        structure = jax.tree_util.tree_structure(tree)
+        return jax.tree_util.tree_unflatten(structure, [next(leaves) for _ in range(count)])
+    return next(leaves)
+
+
+def _is_foreign_tree(tree):
+    """A node that only JAX knows how to take apart (its registered containers)."""
+    jax = sys.modules.get("jax")
+    if (
+        jax is None
+        or tree is None
+        or hasattr(tree, "__array__")
+        or np.isscalar(tree)
+        or not hasattr(jax, "tree_util")
+    ):
+        return False
+    return not jax.tree_util.all_leaves([tree])
+
+
+def to_numpy(leaf):
+    """The values of a leaf as a NumPy array, without a copy where the framework shares its memory. CPU only."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    kind = type(leaf).__module__.split(".")[0]
+    if kind == "torch":
+        leaf = leaf.detach()
+        if str(leaf.dtype) == "torch.bfloat16":
+            raise TypeError(
+                "GradientReducer: give torch gradients of bfloat16 to DistributedDataParallel, or as float32"
+            )
+        return leaf.numpy()
+    if kind == "tinygrad":
+        return leaf.numpy()
+    return np.asarray(leaf)
+
+
+class GradientReducer:
+    """Averages gradients over the ranks, for code that computes them itself (JAX, HIPS autograd, tinygrad, by hand)::
+
+        reducer = cdist.GradientReducer(params)
+        while ...:
+            grads = grad_function(params, batch)
+            grads = reducer.reduce(grads)
+
+    `params`: arrays, or any nest of dicts, lists and tuples of arrays (JAX's registered containers too), that have the structure,
+    shapes and dtypes of the gradients; only these are used. All ranks must give the same; a difference raises RuntimeError on
+    every rank (not with init_sync=False). `reduce`: 'mean', 'sum', or 'weights' (see :meth:`reduce`).
+    """
+
+    def __init__(
+        self,
+        params,
+        process_group=None,
+        *,
+        reduce="mean",
+        bucket_cap_mb=None,
+        find_unused_parameters=False,
+        init_sync=True,
+    ):
+        self.process_group = process_group
+        self.find_unused_parameters = find_unused_parameters
+        leaves = flatten(params)
+        arrays = [to_numpy(leaf) for _, leaf in leaves]
+        self._names = [name for name, _ in leaves]
+        self._shapes = [array.shape for array in arrays]
+        self._dtypes = [array.dtype for array in arrays]
+        if init_sync:
+            agree_on_parameters(
+                [f"{name}: {a.dtype} {a.shape}" for name, a in zip(self._names, arrays)], process_group
+            )
+        gradients = [Gradient(name, a.size, a.dtype.name, a.itemsize) for name, a in zip(self._names, arrays)]
+        order = list(range(len(gradients)))  # bare gradients come all at once, first to last
+        self._sync = Synchronizer(
+            process_group, gradients, reduce=reduce, caps=bucket_caps(bucket_cap_mb), order=order
+        )
+        reducer = self._sync.reducer
+        buckets = [reducer.bucket(k) for k in range(reducer.buckets)]
+        self._views = []
+        for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes)):
+            bucket, offset = reducer.place(index)
+            self._views.append(np.ndarray(shape, dtype, buffer=buckets[bucket], offset=offset))
+
+    def reduce(self, grads, weight=None):
+        """Reduces gradients; collective. `grads` has the structure of the parameters; a leaf may be None if
+        find_unused_parameters is set (it counts as zeros; None on all ranks stays None), otherwise RuntimeError on every rank.
+
+        Returns the same structure. Writable NumPy arrays (and CPU tensors of torch) are reduced in place and returned; for other
+        leaves new arrays of the same kind. `weight`: with reduce='weights' this rank's number of samples (tokens, …); the result
+        is the weighted mean, exact for uneven batches.
+        """
+        leaves = flatten(grads)
+        if [name for name, _ in leaves] != self._names:
+            mine, theirs = set(self._names), {name for name, _ in leaves}
+            raise ValueError(
+                "gradients do not have the structure of the parameters: "
+                f"missing {sorted(mine - theirs)[:5]}, unknown {sorted(theirs - mine)[:5]}"
+            )
+        arrays = [None if leaf is None else to_numpy(leaf) for _, leaf in leaves]
+        for name, array, shape in zip(self._names, arrays, self._shapes):
+            if array is not None and array.shape != shape:
+                raise ValueError(f"gradient {name} has shape {array.shape}, its parameter {shape}")
+        if weight is not None:
+            if self._sync.reduce != "weights":
+                raise ValueError(f"weight is for reduce='weights', not {self._sync.reduce!r}")
+            self._sync.weight = float(weight)
+        used = self._run(arrays)
+        results = (
+            self._result(index, leaf, arrays[index], used[index]) for index, (_, leaf) in enumerate(leaves)
+        )
+        return rebuild(grads, iter(list(results)))
+
+    def _run(self, arrays):
+        self._sync.begin(REDUCE)
+        reducer = self._sync.reducer
+        for index, array in enumerate(arrays):
+            if array is not None:
+                np.copyto(self._views[index], array, casting="same_kind")
+                reducer.ready(index)
+        used = np.array([array is not None for array in arrays], np.uint8)
+        self._sync.finish(expected=self.find_unused_parameters)
+        if self.find_unused_parameters and used.size:
+            cdist.all_reduce(used, op=cdist.ReduceOp.MAX, group=self.process_group)
+        return used
+
+    def _result(self, index, leaf, array, used):
+        if not used:
+            return None
+        view = self._views[index]
+        shares = isinstance(leaf, np.ndarray) or type(leaf).__module__.split(".")[0] == "torch"
+        if shares and array.flags.writeable:
+            array[...] = view
+            return leaf
+        return view.copy() if leaf is None else as_kind_of(leaf, view.copy())

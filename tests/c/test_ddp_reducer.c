@@ -1,0 +1,349 @@
+/* The reducer over a group that is played by this file: ranks are threads, an operation meets at a barrier and sums at once.
+ * What is defined here takes the place of the real group, so that counters, order and flags are tested alone. */
+#include "check.h"
+#include "ddp/reducer.h"
+#include "simd/reduce.h"
+
+#include <math.h>
+
+enum { MAX_RANKS = 4, MAX_LOG = 64 };
+
+typedef struct {
+    pthread_barrier_t barrier;
+    int ranks;
+    const cd_op *ops[MAX_RANKS];
+    float sum[4096];
+} hub;
+
+struct cd_group {
+    hub *hub;
+    int rank;
+    cd_redop redops[MAX_LOG];
+    size_t counts[MAX_LOG];
+    int issued, fail_at;
+};
+
+struct cd_work {
+    void *owner;
+    void (*release)(void *);
+};
+
+static void meet(cd_group *g, const cd_op *op)
+{
+    hub *h = g->hub;
+    h->ops[g->rank] = op;
+    pthread_barrier_wait(&h->barrier);
+    if (op->kind == CD_ALL_GATHER) {
+        for (int r = 0; r < h->ranks; r++)
+            memcpy((char *)op->out.list->data + (size_t)r * op->count, h->ops[r]->in.list->data, op->count);
+    } else if (g->rank == 0) {
+        CHECK(op->count <= 4096);
+        for (size_t i = 0; i < op->count; i++) {
+            float sum = 0;
+            for (int r = 0; r < h->ranks; r++)
+                sum += ((float *)h->ops[r]->in.list->data)[i] * (op->redop == CD_PREMUL_SUM ? (float)op->factor : 1.0f);
+            h->sum[i] = op->redop == CD_AVG ? sum / (float)h->ranks : sum;
+        }
+    }
+    pthread_barrier_wait(&h->barrier);
+    if (op->kind == CD_ALL_REDUCE)
+        memcpy(op->out.list->data, h->sum, op->count * sizeof(float));
+    pthread_barrier_wait(&h->barrier);
+}
+
+cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_work **out)
+{
+    CHECK(timeout_ns == 5 && op->kind == CD_ALL_REDUCE && op->dtype == CD_FLOAT32);
+    if (g->fail_at == g->issued)
+        return cd_fail(CD_PEER_LOST, "rank 1 is lost");
+    g->redops[g->issued % MAX_LOG] = op->redop;
+    g->counts[g->issued++ % MAX_LOG] = op->count;
+    meet(g, op);
+    *out = calloc(1, sizeof **out);
+    return CD_OK;
+}
+
+cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
+{
+    (void)patience;
+    meet(g, op);
+    return CD_OK;
+}
+
+cd_group *cd_group_retain(cd_group *g) { return g; }
+void cd_group_release(cd_group *g) { (void)g; }
+int cd_group_size(const cd_group *g) { return g->hub->ranks; }
+uint64_t cd_group_timeout_ns(const cd_group *g) { (void)g; return 5; }
+cd_world *cd_group_world(cd_group *g) { (void)g; return 0; }
+cd_arena *cd_world_arena(cd_world *w) { (void)w; return 0; }
+cd_status cd_arena_alloc(cd_arena *a, size_t bytes, void **out) { (void)a; (void)bytes; (void)out; return CD_NO_MEMORY; }
+void cd_arena_release(cd_arena *a, void *block) { (void)a; (void)block; }
+cd_status cd_work_wait(cd_work *w, const cd_patience *p) { (void)w; (void)p; return CD_OK; }
+cd_status cd_work_join_stream(cd_work *w, void *s, const cd_patience *p) { (void)w; (void)s; (void)p; return CD_OK; }
+void cd_work_set_owner(cd_work *w, void *owner, void (*release)(void *)) { w->owner = owner; w->release = release; }
+void cd_work_release(cd_work *w)
+{
+    if (!w)
+        return;
+    w->release(w->owner);
+    free(w);
+}
+
+static void multiply(void *out, const void *const *in, int inputs, size_t count, double factor)
+{
+    CHECK(inputs == 1);
+    for (size_t i = 0; i < count; i++)
+        ((float *)out)[i] = ((const float *)in[0])[i] * (float)factor;
+}
+cd_reduce_func cd_reduce_find(cd_redop redop, cd_dtype dtype)
+{
+    CHECK(redop == CD_PREMUL_SUM && dtype == CD_FLOAT32);
+    return multiply;
+}
+
+/* Five gradients of 1…5 elements in three buckets, the last parameters first. */
+static const int bucket_of[5] = {2, 1, 1, 0, 0};
+
+static cd_reducer *make_reducer(cd_group *g, cd_reduce_mode mode)
+{
+    cd_reducer_param params[5];
+    for (int i = 0; i < 5; i++)
+        params[i] = (cd_reducer_param){(size_t)i + 1, CD_FLOAT32, CD_CPU};
+    cd_reducer_spec spec = {params, 5, bucket_of, 3, mode, 0};
+    cd_reducer *r;
+    CHECK_OK(cd_reducer_create(g, &spec, &r));
+    return r;
+}
+
+static void put(cd_reducer *r, int param, float value)
+{
+    for (int i = 0; i <= param; i++)
+        ((float *)cd_reducer_view(r, param))[i] = value;
+    CHECK_OK(cd_reducer_ready(r, param));
+}
+
+static void check_value(cd_reducer *r, int param, float value)
+{
+    for (int i = 0; i <= param; i++)
+        CHECK(fabsf(((float *)cd_reducer_view(r, param))[i] - value) < 1e-6f);
+}
+
+static void run_on_ranks(int ranks, void (*body)(cd_group *))
+{
+    hub h = {.ranks = ranks};
+    pthread_barrier_init(&h.barrier, 0, (unsigned)ranks);
+    cd_group groups[MAX_RANKS];
+    pthread_t threads[MAX_RANKS];
+    for (int r = 0; r < ranks; r++) {
+        groups[r] = (cd_group){.hub = &h, .rank = r, .fail_at = -1};
+        CHECK(pthread_create(&threads[r], 0, (void *(*)(void *))(void *)body, &groups[r]) == 0);
+    }
+    for (int r = 0; r < ranks; r++)
+        pthread_join(threads[r], 0);
+    pthread_barrier_destroy(&h.barrier);
+}
+
+/* Gradients come in a different order on each rank; buckets are launched 0, 1, 2 all the same. */
+static void body_order(cd_group *g)
+{
+    cd_patience patience = {.deadline = CD_NEVER};
+    cd_reducer *r = make_reducer(g, CD_REDUCE_MEAN);
+    for (int step = 0; step < 50; step++) {
+        CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+        for (int i = 0; i < 5; i++) {
+            int param = (i * (g->rank + 1) + step) % 5;
+            put(r, param, (float)(param + 10 * g->rank));
+            CHECK(cd_reducer_seen(r, param) == 1);
+        }
+        CHECK_OK(cd_reducer_finish(r, false, &patience));
+        for (int i = 0; i < 5; i++)
+            check_value(r, i, (float)i + 5.0f * (float)(g->hub->ranks - 1));
+        int count;
+        const int *order = cd_reducer_ready_order(r, &count);
+        CHECK(count == 5 && order[0] == step % 5);
+    }
+    CHECK(g->issued == 150);
+    for (int k = 0; k < 60; k++) {
+        static const size_t counts[3] = {9 + 1, 5 + 1, 1 + 1};
+        CHECK(g->counts[k] == counts[k % 3] || k + MAX_LOG < g->issued);
+        CHECK(g->redops[k] == (g->hub->ranks > 1 ? CD_AVG : CD_SUM));
+    }
+    uint64_t buckets, bytes;
+    cd_reducer_launched(r, &buckets, &bytes);
+    CHECK(buckets == 150 && bytes == 50 * 15 * 4);
+    cd_reducer_free(r);
+}
+
+/* A gradient that is missing on one rank fails finish on all, is named on all, and the next step works. */
+static void body_missing(cd_group *g)
+{
+    cd_patience patience = {.deadline = CD_NEVER};
+    cd_reducer *r = make_reducer(g, CD_REDUCE_MEAN);
+    for (int strict = 0; strict < 2; strict++) {
+        CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+        for (int i = 0; i < 5; i++)
+            if (!(g->rank == 1 && i == 2))
+                put(r, i, 4.0f);
+        cd_status status = cd_reducer_finish(r, !strict, &patience);
+        CHECK(status == (strict ? CD_BAD_ARGUMENT : CD_OK));
+        check_value(r, 1, 4.0f);
+        if (!strict)
+            check_value(r, 2, 4.0f * (float)(g->hub->ranks - 1) / (float)g->hub->ranks);
+    }
+    uint8_t missing[MAX_RANKS * 5];
+    CHECK_OK(cd_reducer_gather_missing(r, missing, &patience));
+    for (int i = 0; i < g->hub->ranks * 5; i++)
+        CHECK(missing[i] == (i == 5 + 2));
+    CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+    for (int i = 0; i < 5; i++)
+        put(r, i, 1.0f);
+    CHECK_OK(cd_reducer_finish(r, false, &patience));
+    check_value(r, 2, 1.0f);
+    cd_reducer_free(r);
+}
+
+/* Sum, own divisor, weights. */
+static void body_modes(cd_group *g)
+{
+    cd_patience patience = {.deadline = CD_NEVER};
+    float ranks = (float)g->hub->ranks;
+    cd_reducer *sum = make_reducer(g, CD_REDUCE_SUM);
+    cd_reducer_set_scale(sum, (double)(g->rank + 1));
+    CHECK_OK(cd_reducer_begin(sum, CD_STEP_REDUCE, &patience));
+    for (int i = 0; i < 5; i++)
+        put(sum, i, 2.0f);
+    CHECK_OK(cd_reducer_finish(sum, false, &patience));
+    check_value(sum, 4, 2.0f * ranks * (ranks + 1) / 2);
+    cd_reducer_free(sum);
+
+    cd_reducer *mean = make_reducer(g, CD_REDUCE_MEAN);
+    cd_reducer_set_divisor(mean, 3.0);
+    CHECK_OK(cd_reducer_begin(mean, CD_STEP_REDUCE, &patience));
+    for (int i = 0; i < 5; i++)
+        put(mean, i, 6.0f);
+    CHECK_OK(cd_reducer_finish(mean, false, &patience));
+    check_value(mean, 4, 2.0f * ranks);
+    CHECK(g->redops[g->issued - 1] == (ranks == 3 ? CD_AVG : CD_PREMUL_SUM));
+    cd_reducer_free(mean);
+}
+
+/* Local steps send nothing, count everything; handed-out buckets come in order. */
+static void body_steps(cd_group *g)
+{
+    cd_patience patience = {.deadline = CD_NEVER};
+    cd_reducer *r = make_reducer(g, CD_REDUCE_MEAN);
+    CHECK_OK(cd_reducer_begin(r, CD_STEP_LOCAL, &patience));
+    for (int i = 0; i < 12; i++)
+        put(r, i % 5, 1.0f);
+    CHECK(cd_reducer_seen(r, 0) == 3 && cd_reducer_seen(r, 4) == 2);
+    CHECK_OK(cd_reducer_finish(r, false, &patience));
+
+    CHECK_OK(cd_reducer_begin(r, CD_STEP_HANDOUT, &patience));
+    put(r, 0, 1.0f);
+    CHECK(cd_reducer_next_full(r) == -1);
+    put(r, 3, 1.0f);
+    put(r, 4, 1.0f);
+    CHECK(cd_reducer_next_full(r) == 0 && cd_reducer_next_full(r) == -1);
+    put(r, 1, 1.0f);
+    int filled;
+    CHECK_OK(cd_reducer_fill(r, false, &filled));
+    CHECK(filled == 1 && cd_reducer_next_full(r) == 1 && cd_reducer_next_full(r) == 2 && cd_reducer_next_full(r) == -1);
+    CHECK_OK(cd_reducer_finish(r, false, &patience));
+    CHECK(g->issued == 0);
+    cd_reducer_free(r);
+}
+
+static void body_errors(cd_group *g)
+{
+    cd_patience patience = {.deadline = CD_NEVER};
+    cd_reducer *r = make_reducer(g, CD_REDUCE_MEAN);
+    CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+    CHECK_OK(cd_reducer_ready(r, 1));
+    CHECK_FAILS(cd_reducer_ready(r, 1), CD_BAD_ARGUMENT);
+    CHECK_FAILS(cd_reducer_ready(r, 5), CD_BAD_ARGUMENT);
+    CHECK_FAILS(cd_reducer_ready(r, -1), CD_BAD_ARGUMENT);
+
+    const int uses[5] = {1, 3, 1, 1, 0};
+    cd_reducer_set_uses(r, uses);
+    CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+    for (int i = 0; i < 3; i++)
+        CHECK_OK(cd_reducer_ready(r, 1));
+    CHECK_FAILS(cd_reducer_ready(r, 1), CD_BAD_ARGUMENT);
+
+    CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+    g->fail_at = g->issued;
+    CHECK_OK(cd_reducer_ready(r, 3));
+    CHECK_FAILS(cd_reducer_ready(r, 4), CD_PEER_LOST);
+    CHECK_FAILS(cd_reducer_finish(r, false, &patience), CD_PEER_LOST);
+    cd_reducer_free(r);
+
+    cd_reducer_param integer = {1, CD_INT32, CD_CPU}, real = {1, CD_FLOAT32, CD_CPU};
+    int zero = 0, one = 1;
+    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&integer, 1, &zero, 1, CD_REDUCE_MEAN, 0}, &r), CD_BAD_TYPE);
+    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&real, 1, &one, 1, CD_REDUCE_MEAN, 0}, &r), CD_BAD_ARGUMENT);
+    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&real, 1, &one, 2, CD_REDUCE_MEAN, 0}, &r), CD_BAD_ARGUMENT);
+    CHECK_OK(cd_reducer_create(g, &(cd_reducer_spec){0, 0, 0, 0, CD_REDUCE_MEAN, 0}, &r));
+    CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+    CHECK_OK(cd_reducer_finish(r, false, &patience));
+    cd_reducer_free(r);
+}
+
+/* Gradients of one rank become ready in several threads at once. */
+typedef struct {
+    cd_reducer *reducer;
+    int first;
+} share;
+
+static void *mark_share(void *arg)
+{
+    share *s = arg;
+    for (int i = s->first; i < 64; i += 4) {
+        *(float *)cd_reducer_view(s->reducer, i) = (float)i;
+        CHECK_OK(cd_reducer_ready(s->reducer, i));
+    }
+    return 0;
+}
+
+static void body_threads(cd_group *g)
+{
+    cd_patience patience = {.deadline = CD_NEVER};
+    cd_reducer_param params[64];
+    int buckets[64];
+    for (int i = 0; i < 64; i++) {
+        params[i] = (cd_reducer_param){1, CD_FLOAT32, CD_CPU};
+        buckets[i] = i / 5;
+    }
+    cd_reducer *r;
+    CHECK_OK(cd_reducer_create(g, &(cd_reducer_spec){params, 64, buckets, 13, CD_REDUCE_SUM, 0}, &r));
+    for (int step = 0; step < 100; step++) {
+        CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+        pthread_t threads[4];
+        share shares[4];
+        for (int t = 0; t < 4; t++) {
+            shares[t] = (share){r, t};
+            CHECK(pthread_create(&threads[t], 0, mark_share, &shares[t]) == 0);
+        }
+        for (int t = 0; t < 4; t++)
+            pthread_join(threads[t], 0);
+        CHECK(g->issued == (step + 1) * 13);
+        CHECK_OK(cd_reducer_finish(r, false, &patience));
+        for (int i = 0; i < 64; i++)
+            CHECK(*(float *)cd_reducer_view(r, i) == (float)(i * g->hub->ranks));
+    }
+    cd_reducer_free(r);
+}
+
+int main(void)
+{
+    for (int ranks = 1; ranks <= 4; ranks++) {
+        run_on_ranks(ranks, body_order);
+        run_on_ranks(ranks, body_modes);
+        if (ranks > 1)
+            run_on_ranks(ranks, body_missing);
+        run_on_ranks(ranks, body_threads);
+    }
+    run_on_ranks(1, body_steps);
+    run_on_ranks(1, body_errors);
+    printf("ddp reducer: ok\n");
+    return 0;
+}
