@@ -10,6 +10,7 @@
 #include "py/redop.h"
 #include "py/reducer.h"
 #include "py/sampler.h"
+#include "py/settings.h"
 #include "py/store.h"
 #include "py/work.h"
 
@@ -55,6 +56,7 @@ static int execute(PyObject *module)
         cd_py_arena_add,
         cd_py_reducer_add,
         cd_py_sampler_add,
+        cd_py_settings_add,
         cd_py_store_add,
     };
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)
