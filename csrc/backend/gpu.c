@@ -21,11 +21,23 @@ typedef struct {
     bool locked, pushed;
 } visit;
 
-static cd_status visit_begin(cd_gpu_backend *b, visit *v)
+/* The caller may hold what the present owner needs to go on (Python's interpreter lock): patience gives it up. */
+static cd_status lock_patiently(cd_gpu_backend *b, const cd_patience *patience)
+{
+    cd_waiter waiter = cd_waiter_start(patience);
+    while (cd_unlikely(pthread_mutex_trylock(&b->lock) != 0)) {
+        if (b->grouping)
+            return cd_fail(CD_BAD_ARGUMENT, "another thread has a coalesced group of this process group open");
+        CD_TRY(cd_waiter_turn(&waiter));
+    }
+    return CD_OK;
+}
+
+static cd_status visit_begin(cd_gpu_backend *b, const cd_patience *patience, visit *v)
 {
     v->locked = !owns_group(b);
     if (v->locked)
-        pthread_mutex_lock(&b->lock);
+        CD_TRY(lock_patiently(b, patience));
     cd_status status = cd_gpu_enter(&b->gpu, &v->pushed);
     if (cd_unlikely(status != CD_OK) && v->locked)
         pthread_mutex_unlock(&b->lock);
@@ -65,7 +77,7 @@ static cd_status gpu_run(cd_backend *backend, const cd_op *op, const cd_patience
     cd_gpu_backend *b = of(backend);
     cd_event *barrier = 0;
     visit v;
-    CD_TRY(visit_begin(b, &v));
+    CD_TRY(visit_begin(b, patience, &v));
     cd_status status = cd_gpu_launch(b, op, op->stream, patience);
     if (cd_likely(status == CD_OK) && !b->grouping)
         status = note_running(b, op, patience, op->kind == CD_BARRIER ? &barrier : 0);
@@ -99,7 +111,7 @@ static cd_status gpu_start(cd_backend *backend, const cd_op *op, const cd_patien
     cd_gpu_backend *b = of(backend);
     cd_event *event = 0;
     visit v;
-    CD_TRY(visit_begin(b, &v));
+    CD_TRY(visit_begin(b, patience, &v));
     cd_status status = cd_gpu_event_take(b, op, patience, &event);
     if (status == CD_OK)
         status = start_in_own_stream(b, op, patience, event);

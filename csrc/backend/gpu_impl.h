@@ -68,7 +68,7 @@ struct cd_gpu_backend {
     cd_cu_stream stream;        /* of asynchronous operations */
     cd_cu_event fork;           /* makes our stream wait for the caller's; free again once the wait is enqueued */
     cd_cu_address word;         /* what a barrier reduces */
-    bool grouping;              /* between group_begin and group_end, `lock` is held by group_owner */
+    _Atomic bool grouping;      /* between group_begin and group_end, `lock` is held by group_owner */
     pthread_t group_owner;
     cd_gpu_deferred *deferred;
     cd_event *grouped;          /* events to record at group_end, linked by next */

@@ -5,6 +5,7 @@
 #include "py/array.h"
 #include "py/collectives.h"
 #include "py/errors.h"
+#include "py/gpu.h"
 #include "py/group.h"
 #include "py/recorder.h"
 #include "py/redop.h"
@@ -55,6 +56,7 @@ static int execute(PyObject *module)
         cd_py_p2p_add,
         cd_py_arena_add,
         cd_py_reducer_add,
+        cd_py_gpu_add,
         cd_py_sampler_add,
         cd_py_settings_add,
         cd_py_store_add,

@@ -186,6 +186,8 @@ def init_process_group(
     _registry.made = 1
     _core._set_default_group(made)
     _install_hooks(rank)
+    if device is not None and made._config.get_device_backend_map().get("cuda") == "nccl":
+        _core._gpu_open(made, device)
     if os.environ.get("TORCH_DIST_INIT_BARRIER") == "1":
         _core.barrier()
 

@@ -1,0 +1,143 @@
+#include "py/gpu.h"
+
+#include "backend/gpu.h"
+#include "py/array.h"
+#include "py/errors.h"
+#include "py/glue.h"
+#include "py/group.h"
+
+/* Connects the group's GPU side if that has not been done. */
+static cd_status open_gpu(cd_group *group, int index)
+{
+    cd_py_wait wait;
+    cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(cd_group_timeout_ns(group)), 1);
+    if (cd_group_backend(group, CD_CUDA))
+        return CD_OK;
+    cd_py_wait_detach(&wait);
+    cd_status status = cd_group_open_device(group, CD_CUDA, index, true, &patience);
+    cd_py_wait_end(&wait);
+    return status;
+}
+
+static cd_backend *gpu_of(cd_py_state *state, cd_group *group, const char *function)
+{
+    cd_backend *gpu = cd_group_backend(group, CD_CUDA);
+    if (!gpu) {
+        cd_fail(CD_BAD_ARGUMENT, "the group has no GPU yet: give device_id to init_process_group, or run a collective");
+        cd_py_raise_from(state, CD_BAD_ARGUMENT, function);
+    }
+    return gpu;
+}
+
+/* _gpu_open(group, index): connects, collectively; what was found, as a dict. */
+static PyObject *gpu_open(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    int index;
+    cd_py_state *state = cd_py_state_of(module);
+    if (!PyArg_ParseTuple(args, "O!i", state->group_type, &object, &index))
+        return NULL;
+    cd_group *group = ((cd_py_group *)object)->group;
+    cd_status status = open_gpu(group, index);
+    if (status != CD_OK)
+        return cd_py_raise_from(state, status, "init_process_group");
+    cd_gpu_facts facts = cd_gpu_describe(cd_group_backend(group, CD_CUDA));
+    return Py_BuildValue("{s:i,s:i,s:s,s:s,s:s}", "index", facts.index, "nccl", facts.nccl_version, "kernels", facts.kernels,
+                         "name", facts.name, "pci", facts.pci);
+}
+
+static PyObject *gpu_alloc(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    Py_ssize_t bytes;
+    void *memory = NULL;
+    cd_py_state *state = cd_py_state_of(module);
+    if (!PyArg_ParseTuple(args, "O!n", state->group_type, &object, &bytes))
+        return NULL;
+    cd_backend *gpu = gpu_of(state, ((cd_py_group *)object)->group, "empty");
+    if (!gpu)
+        return NULL;
+    cd_status status = cd_gpu_alloc(gpu, (size_t)bytes, &memory);
+    return status == CD_OK ? PyLong_FromVoidPtr(memory) : cd_py_raise_from(state, status, "empty");
+}
+
+static PyObject *gpu_release(PyObject *module, PyObject *args)
+{
+    PyObject *object, *address;
+    cd_py_state *state = cd_py_state_of(module);
+    if (!PyArg_ParseTuple(args, "O!O", state->group_type, &object, &address))
+        return NULL;
+    void *memory = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred())
+        return NULL;
+    cd_backend *gpu = cd_group_backend(((cd_py_group *)object)->group, CD_CUDA);
+    Py_BEGIN_ALLOW_THREADS
+    if (gpu)
+        cd_gpu_release(gpu, memory);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* _gpu_coalesce_begin(group, tensor): False for arrays in host memory, where nothing is to be coalesced. */
+static PyObject *coalesce_begin(PyObject *module, PyObject *args)
+{
+    PyObject *object, *tensor;
+    cd_py_array array;
+    cd_py_state *state = cd_py_state_of(module);
+    if (!PyArg_ParseTuple(args, "O!O", state->group_type, &object, &tensor) ||
+        cd_py_array_read(state, tensor, "tensor", CD_PY_INPUT, &array) < 0)
+        return NULL;
+    bool on_gpu = array.device == CD_CUDA;
+    int index = array.device_index;
+    cd_py_array_release(&array);
+    if (!on_gpu)
+        Py_RETURN_FALSE;
+    cd_group *group = ((cd_py_group *)object)->group;
+    cd_status status = open_gpu(group, index);
+    if (status == CD_OK) {
+        cd_backend *gpu = cd_group_backend(group, CD_CUDA);
+        Py_BEGIN_ALLOW_THREADS
+        status = gpu->ops->group_begin(gpu);
+        Py_END_ALLOW_THREADS
+    }
+    return status == CD_OK ? Py_NewRef(Py_True) : cd_py_raise_from(state, status, "batch_isend_irecv");
+}
+
+static PyObject *coalesce_end(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    cd_py_state *state = cd_py_state_of(module);
+    if (!PyArg_ParseTuple(args, "O!", state->group_type, &object))
+        return NULL;
+    cd_group *group = ((cd_py_group *)object)->group;
+    cd_backend *gpu = gpu_of(state, group, "batch_isend_irecv");
+    if (!gpu)
+        return NULL;
+    cd_py_wait wait;
+    cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(cd_group_timeout_ns(group)), 1);
+    cd_status status = gpu->ops->group_end(gpu, &patience);
+    cd_py_wait_end(&wait);
+    if (status == CD_OK)
+        Py_RETURN_NONE;
+    if (cd_status_is_sticky(status)) {
+        cd_error error = *cd_last_error();
+        cd_group_abort(group, &error);
+        cd_fail_with(&error);
+    }
+    return cd_py_raise_from(state, status, "batch_isend_irecv");
+}
+
+static PyMethodDef methods[] = {
+    {"_gpu_open", gpu_open, METH_VARARGS, "_gpu_open(group, index)\n--\n\nConnects the GPUs of the group; collective."},
+    {"_gpu_alloc", gpu_alloc, METH_VARARGS, "_gpu_alloc(group, bytes)\n--\n\nAddress of registered GPU memory."},
+    {"_gpu_release", gpu_release, METH_VARARGS, "_gpu_release(group, address)\n--\n\nGives it back."},
+    {"_gpu_coalesce_begin", coalesce_begin, METH_VARARGS,
+     "_gpu_coalesce_begin(group, tensor)\n--\n\nOperations from here to the end are one launch; False on the CPU."},
+    {"_gpu_coalesce_end", coalesce_end, METH_VARARGS, "_gpu_coalesce_end(group)\n--\n\nLaunches them."},
+    {NULL, NULL, 0, NULL},
+};
+
+int cd_py_gpu_add(PyObject *module)
+{
+    return PyModule_AddFunctions(module, methods);
+}

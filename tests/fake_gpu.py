@@ -1,0 +1,86 @@
+"""The fake driver and the fake NCCL for Python tests: where they are built, and arrays in the fake GPU's memory."""
+
+import ctypes
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+
+
+def build(folder):
+    """Compile both libraries into a folder; returns the environment that makes ranks use them."""
+    flags = ["-std=c11", "-O1", "-g", "-D_GNU_SOURCE", f"-I{ROOT / 'csrc'}", "-fPIC", "-shared"]
+    source = ROOT / "tests" / "fake_nccl"
+    cc = os.environ.get("CC", "cc")
+    cuda, nccl = folder / "libcuda_fake.so", folder / "libnccl_fake.so"
+    subprocess.run([cc, *flags, source / "fake_cuda.c", "-lpthread", "-o", cuda], check=True, timeout=60)
+    subprocess.run(
+        [cc, *flags, source / "fake_nccl.c", f"-L{folder}", "-lcuda_fake", "-Wl,-rpath,$ORIGIN", "-lpthread", "-o", nccl],
+        check=True,
+        timeout=60,
+    )
+    return {"CDIST_CUDA_LIB": cuda, "CDIST_NCCL_LIB": nccl, "FAKE_NCCL_DIR": folder, "CDIST_NVRTC_LIB": "/nowhere"}
+
+
+class Device:
+    """What CuPy calls a device: its number."""
+
+    def __init__(self, number):
+        self.id = number
+
+
+class Array:
+    """An array in the fake GPU's memory; what the interface says is all that cdist sees."""
+
+    def __init__(self, memory, device, base=None):
+        self.memory, self.device, self.base = memory, Device(device), base
+
+    @property
+    def __cuda_array_interface__(self):
+        """The array as version 3 of the interface describes it."""
+        return {
+            "shape": self.memory.shape,
+            "typestr": self.memory.dtype.str,
+            "data": (self.memory.__array_interface__["data"][0], False),
+            "strides": None if self.memory.flags.c_contiguous else self.memory.strides,
+            "stream": None,
+            "version": 3,
+        }
+
+
+class Module:
+    """The array module that tests/gpu_cases.py asks for, on one fake GPU."""
+
+    name = "fake"
+
+    def __init__(self, device):
+        self.device = device
+        self.cuda = ctypes.CDLL(os.environ["CDIST_CUDA_LIB"])
+        self.context = ctypes.c_void_p()
+        self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), device)
+
+    def put(self, array):
+        """A copy in GPU memory, never given back: the rank ends soon."""
+        address = ctypes.c_uint64()
+        bytes_ = math.prod(array.shape) * array.itemsize
+        self.cuda.cuCtxPushCurrent_v2(self.context)
+        self.cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(bytes_))
+        self.cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        raw = (ctypes.c_char * bytes_).from_address(address.value)
+        memory = np.frombuffer(raw, array.dtype).reshape(array.shape)
+        memory[...] = array
+        return Array(memory, self.device)
+
+    def get(self, array):
+        """The values once the stream has run dry."""
+        self.cuda.cuCtxPushCurrent_v2(self.context)
+        self.cuda.fake_stream_drain(None)
+        self.cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        return array.memory.copy()
+
+    def view(self, array, index):
+        return Array(array.memory[index], self.device, array)

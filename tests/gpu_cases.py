@@ -1,0 +1,140 @@
+"""Bodies of the GPU tests, for any array module: real ones (torch, CuPy) and a fake one over the fake driver.
+
+A module offers ``put(numpy array)`` → GPU array, ``get(GPU array)`` → numpy array (both in order with the current stream),
+``view(array, index)`` → a view, ``name``.
+"""
+
+import cdist
+import numpy as np
+from cdist import ReduceOp
+
+DTYPES = ["float32", "float64", "float16", "int32", "int64", "uint8", "int8"]
+
+
+def values(rank, count, dtype):
+    """Small whole numbers, so that sums are exact in every dtype."""
+    return ((np.arange(count) * 7 + rank * 3) % 5 + 1).astype(dtype)
+
+
+def equal(what, got, wanted):
+    if got.dtype != wanted.dtype or not np.array_equal(got, wanted):
+        raise AssertionError(f"{what}: got {got.ravel()[:8]} {got.dtype}, wanted {wanted.ravel()[:8]} {wanted.dtype}")
+
+
+def reductions(xp, rank, world):
+    for dtype in DTYPES:
+        for count in (1, 1000, 70_000):
+            inputs = [values(r, count, dtype) for r in range(world)]
+            total = np.add.reduce(inputs, dtype=dtype)
+            x = xp.put(inputs[rank])
+            cdist.all_reduce(x)
+            equal(f"all_reduce {dtype} {count}", xp.get(x), total)
+            for op, function in [(ReduceOp.MAX, np.maximum), (ReduceOp.MIN, np.minimum), (ReduceOp.PRODUCT, np.multiply)]:
+                x = xp.put(inputs[rank])
+                cdist.all_reduce(x, op=op)
+                equal(f"{op} {dtype}", xp.get(x), function.reduce(inputs).astype(dtype))
+            for root in range(world):
+                x = xp.put(inputs[rank])
+                cdist.reduce(x, root)
+                equal(f"reduce {dtype}", xp.get(x), total if rank == root else inputs[rank])
+    x = xp.put(np.full(10, rank * 2.0, "float32"))
+    cdist.all_reduce(x, op=ReduceOp.AVG)
+    equal("AVG", xp.get(x), np.full(10, world - 1.0, "float32"))
+    flags = np.arange(6) % world == rank
+    x = xp.put(flags)
+    cdist.all_reduce(x)
+    equal("or", xp.get(x), np.ones(6, bool))
+
+
+def moves(xp, rank, world):
+    for dtype in [*DTYPES, "int16", "bool"]:
+        blocks = [values(r, 12, dtype).reshape(3, 4) for r in range(world)]
+        for root in range(world):
+            x = xp.put(blocks[rank])
+            cdist.broadcast(x, root)
+            equal(f"broadcast {dtype}", xp.get(x), blocks[root])
+            outs = [xp.put(np.zeros_like(blocks[0])) for _ in range(world)] if rank == root else None
+            cdist.gather(xp.put(blocks[rank]), outs, dst=root)
+            for r in range(world if outs else 0):
+                equal(f"gather {dtype}", xp.get(outs[r]), blocks[r])
+            out = xp.put(np.zeros_like(blocks[0]))
+            cdist.scatter(out, [xp.put(b) for b in blocks] if rank == root else None, src=root)
+            equal(f"scatter {dtype}", xp.get(out), blocks[rank])
+        outs = [xp.put(np.zeros_like(blocks[0])) for _ in range(world)]
+        cdist.all_gather(outs, xp.put(blocks[rank]))
+        for r in range(world):
+            equal(f"all_gather {dtype}", xp.get(outs[r]), blocks[r])
+        out = xp.put(np.zeros((3 * world, 4), dtype))
+        cdist.all_gather_into_tensor(out, xp.put(blocks[rank]))
+        equal(f"all_gather_into_tensor {dtype}", xp.get(out), np.concatenate(blocks))
+        out = xp.put(np.zeros((world, 2), dtype))
+        cdist.all_to_all_single(out, xp.put(np.stack([np.full(2, rank + r) for r in range(world)]).astype(dtype)))
+        equal(f"all_to_all_single {dtype}", xp.get(out), np.stack([np.full(2, r + rank) for r in range(world)]).astype(dtype))
+
+
+def scattered(xp, rank, world):
+    inputs = [values(r, 8 * world, "float32").reshape(2 * world, 4) for r in range(world)]
+    total = np.add.reduce(inputs)
+    out = xp.put(np.zeros((2, 4), "float32"))
+    cdist.reduce_scatter_tensor(out, xp.put(inputs[rank]))
+    equal("reduce_scatter_tensor", xp.get(out), total[2 * rank : 2 * rank + 2])
+    cdist.reduce_scatter(out, [xp.put(inputs[rank][2 * r : 2 * r + 2]) for r in range(world)], op=ReduceOp.MAX)
+    equal("reduce_scatter", xp.get(out), np.maximum.reduce(inputs)[2 * rank : 2 * rank + 2])
+
+
+def strided(xp, rank, world):
+    base = values(rank, 60, "float32").reshape(5, 4, 3)
+    wanted = np.add.reduce([values(r, 60, "float32").reshape(5, 4, 3) for r in range(world)])
+    for index in [np.s_[:, 1:3], np.s_[::2, :, 1], np.s_[:, ::3, ::2], np.s_[1:4]]:
+        whole = xp.put(base)
+        cdist.all_reduce(xp.view(whole, index))
+        after = base.copy()
+        after[index] = wanted[index]
+        equal(f"strided {index}", xp.get(whole), after)
+
+
+def asynchronous(xp, rank, world):
+    arrays = [xp.put(np.full(1000 * (i + 1), float(rank), "float32")) for i in range(20)]
+    works = [cdist.all_reduce(x, async_op=True) for x in arrays]
+    for work in works:
+        work.wait()
+    for x in arrays:
+        got = xp.get(x)
+        equal("async", got, np.full(got.size, world * (world - 1) / 2, "float32"))
+    assert all(work.is_completed() for work in works)
+
+
+def ring(xp, rank, world):
+    x, y = xp.put(np.full(50_000, rank, "int32")), xp.put(np.zeros(50_000, "int32"))
+    ops = [cdist.P2POp(cdist.isend, x, (rank + 1) % world), cdist.P2POp(cdist.irecv, y, (rank - 1) % world)]
+    for work in cdist.batch_isend_irecv(ops):
+        work.wait()
+    equal("ring", xp.get(y), np.full(50_000, (rank - 1) % world, "int32"))
+
+
+def subgroups(xp, rank, world):
+    alone = [cdist.new_group([r]) for r in range(world)]
+    everybody = cdist.new_group(list(range(world)))
+    x = xp.put(np.full(3, rank + 1.0))
+    cdist.all_reduce(x, group=alone[rank])
+    equal("alone", xp.get(x), np.full(3, rank + 1.0))
+    cdist.all_reduce(x, group=everybody)
+    equal("everybody", xp.get(x), np.full(3, world * (world + 1) / 2))
+    cdist.barrier()
+
+
+def refusals(xp, rank, world):
+    x = xp.put(np.ones(4, "int16"))
+    for op in (ReduceOp.SUM, ReduceOp.BAND):
+        try:
+            cdist.all_reduce(x, op=op)
+        except TypeError as error:
+            assert "NCCL" in str(error), error
+        else:
+            raise AssertionError("int16 was reduced")
+    y = xp.put(np.ones(4, "float32"))
+    cdist.all_reduce(y)
+    equal("after refusals", xp.get(y), np.full(4, world, "float32"))
+
+
+ALL = [reductions, moves, scattered, strided, asynchronous, ring, subgroups, refusals]

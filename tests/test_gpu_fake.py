@@ -1,0 +1,86 @@
+"""The GPU path from Python to NCCL's entry points, on a driver and a NCCL that need no GPU."""
+
+import os
+import signal
+import time
+
+import cdist
+import fake_gpu
+import gpu_cases
+import numpy as np
+import pytest
+from cdist.testing import run
+
+
+@pytest.fixture(scope="module")
+def fakes(tmp_path_factory):
+    return fake_gpu.build(tmp_path_factory.mktemp("fakes"))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("case", gpu_cases.ALL, ids=lambda case: case.__name__)
+def test_case(fakes, case, world):
+    run(lambda rank, size: case(fake_gpu.Module(rank), rank, size), world, environ=fakes, check_leftovers=False)
+
+
+def outcome(function):
+    try:
+        function()
+    except Exception as error:
+        return type(error), str(error)
+    return None, ""
+
+
+def test_two_ranks_on_one_gpu_both_raise(fakes):
+    def body(rank, world):
+        x = fake_gpu.Module(0).put(np.ones(3))
+        return outcome(lambda: cdist.all_reduce(x))
+
+    for kind, text in run(body, 2, environ=fakes, check_leftovers=False):
+        assert issubclass(kind, ValueError)
+        assert "ranks 0 and 1 both use the GPU" in text
+
+
+def test_no_nccl_says_where_it_was_looked_for(fakes):
+    def body(rank, world):
+        x = fake_gpu.Module(rank).put(np.ones(3))
+        return outcome(lambda: cdist.all_reduce(x))
+
+    for kind, text in run(body, 2, environ={**fakes, "CDIST_NCCL_LIB": "/nowhere/libnccl.so"}, check_leftovers=False):
+        assert issubclass(kind, TypeError)
+        assert "CDIST_NCCL_LIB names /nowhere/libnccl.so" in text
+
+
+def test_arrays_on_another_gpu_are_refused(fakes):
+    def body(rank, world):
+        mine, other = fake_gpu.Module(rank), fake_gpu.Module(rank + 2)
+        x = mine.put(np.ones(3))
+        cdist.all_reduce(x)
+        wrong = outcome(lambda: cdist.all_reduce(other.put(np.ones(3))))
+        cdist.all_reduce(x)
+        return wrong, float(mine.get(x)[0])
+
+    for rank, ((kind, text), value) in enumerate(run(body, 2, environ=fakes, check_leftovers=False)):
+        assert issubclass(kind, ValueError)
+        assert f"GPU {rank + 2}" in text
+        assert value == 4.0
+
+
+def test_a_killed_rank_raises_on_the_other(fakes):
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = xp.put(np.ones(3))
+        cdist.all_reduce(x)
+        xp.get(x)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        cdist.all_reduce(x)
+        xp.get(x)  # ends because the communicator is aborted
+        kind, text = outcome(lambda: cdist.all_reduce(x))
+        return kind.__name__, text, time.monotonic() - start
+
+    name, text, seconds = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
+    assert name == "PeerLostError"
+    assert "rank 1" in text
+    assert seconds < 5
