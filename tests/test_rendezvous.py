@@ -1,16 +1,19 @@
 """Init methods: env://, tcp://, file://, and who launched the process."""
 
+import importlib
 import socket
 
 import pytest
-from cdist import rendezvous as module
 from cdist.rendezvous import find_launcher, register_rendezvous_handler, rendezvous
 from cdist.store import PrefixStore, TCPStore
 
-VARIABLES = (
-    "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT".split()
-    + [name for names in module._LAUNCHERS.values() for name in names]
-)
+module = importlib.import_module("cdist.rendezvous")
+
+VARIABLES = [
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *(name for names in module._LAUNCHERS.values() for name in names),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +78,7 @@ def test_tcp():
 
 
 @pytest.mark.parametrize(
-    "url, text",
+    ("url", "text"),
     [
         ("tcp://127.0.0.1?rank=0&world_size=1", "port number missing"),
         ("tcp://127.0.0.1:23456?world_size=1", "rank parameter missing"),
@@ -103,7 +106,8 @@ def test_file(tmp_path):
     first = next(rendezvous(f"file://{path}", 0, 2))
     second = next(rendezvous(f"file://{path}", 1, 2))
     first[0].set("k", "v")
-    assert second[0].get("k") == b"v" and second[1:] == (1, 2)
+    assert second[0].get("k") == b"v"
+    assert second[1:] == (1, 2)
 
 
 def test_own_handler(monkeypatch):
@@ -125,7 +129,9 @@ def test_launchers_stand_in_for_rank(monkeypatch, name):
     assert (rank, world, store.add("n", 1)) == (0, 1, 1)
 
 
-@pytest.mark.parametrize("nodes, first", [("a", "a"), ("a01,b", "a01"), ("n[03-07,9],m", "n03"), ("n[5]", "n5")])
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("a", "a"), ("a01,b", "a01"), ("n[03-07,9],m", "n03"), ("n[5]", "n5")]
+)
 def test_first_host_of_slurm(monkeypatch, nodes, first):
     monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
     assert module._first_slurm_host() == first

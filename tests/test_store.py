@@ -1,3 +1,4 @@
+# ruff: noqa: PT018
 """The stores: one body over all kinds, TCPStore against torch's both ways, threads, timeouts, faults."""
 
 import itertools
@@ -216,9 +217,11 @@ def test_eight_threads_share_one_client(store):
 
 
 def test_barrier_can_be_used_again(store):
-    threads = [
-        threading.Thread(target=lambda: [store.barrier("b", 4, timedelta(seconds=10)) for _ in range(3)]) for _ in range(4)
-    ]
+    def meet():
+        for _ in range(3):
+            store.barrier("b", 4, timedelta(seconds=10))
+
+    threads = [threading.Thread(target=meet) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -240,18 +243,18 @@ def test_master_waits_for_workers_without_the_gil():
 
 
 def test_missing_workers_and_bad_ports():
-    with pytest.raises(errors.DistStoreError, match=r"Timed out after 1 seconds waiting for clients. 1/2 clients joined."):
+    with pytest.raises(errors.DistStoreError, match=r"^Timed out after 1 seconds .* 1/2 clients joined\.$"):
         TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=1))
     with pytest.raises(ValueError, match="TCPStore world size cannot be 0"):
         TCPStore("127.0.0.1", 0, 0, True)
     with pytest.raises(ValueError, match="port"):
         TCPStore("127.0.0.1", 70000, None, True)
     store = _tcp()
-    with pytest.raises(errors.DistNetworkError, match=f"^The server socket has failed to listen on any local.*{store.port}"):
+    with pytest.raises(errors.DistNetworkError, match=f"^The server socket has failed to.*{store.port}"):
         TCPStore("127.0.0.1", store.port, None, True)
     port = store.port
     del store
-    with pytest.raises(errors.DistNetworkError, match=r"The client socket has timed out after \d+ms while trying to connect to"):
+    with pytest.raises(errors.DistNetworkError, match=r"socket has timed out after \d+ms while trying"):
         TCPStore("127.0.0.1", port, None, False, 0.3)
 
 
@@ -491,7 +494,7 @@ def test_torch_process_group_over_our_store():
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )
-    workers = [subprocess.Popen([sys.executable, "-c", code, str(rank), str(store.port)]) for rank in range(2)]
+    workers = [subprocess.Popen([sys.executable, "-c", code, str(r), str(store.port)]) for r in range(2)]
     try:
         assert [worker.wait(40) for worker in workers] == [0, 0]
     finally:

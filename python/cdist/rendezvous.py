@@ -1,8 +1,8 @@
 """How the processes of a job meet: a URL becomes a store, a rank and a world size.
 
-``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and cdistrun set them; where RANK is missing, what
-Open MPI, MPICH or SLURM tell a process. ``tcp://host:port`` and ``file:///path`` take rank and world size from their query or
-from the caller.
+``env://`` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and cdistrun set them; where RANK
+is missing, what Open MPI, MPICH or SLURM tell a process. ``tcp://host:port`` and ``file:///path`` take rank
+and world size from their query or from the caller.
 """
 
 import os
@@ -20,14 +20,16 @@ _handlers: dict[str, Callable[..., Iterator[tuple[Store, int, int]]]] = {}
 
 # Who starts processes, and where it says rank, world size, rank on the host and processes on the host.
 _LAUNCHERS = {
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # Of srun only: a batch script sees SLURM_PROCID too, but is not one of the tasks.
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
 
 
-def register_rendezvous_handler(scheme: str, handler: Callable[..., Iterator[tuple[Store, int, int]]]) -> None:
+def register_rendezvous_handler(
+    scheme: str, handler: Callable[..., Iterator[tuple[Store, int, int]]]
+) -> None:
     """Make ``rendezvous`` call ``handler(url, **kwargs)`` for URLs of this scheme.
 
     The handler is a generator of (store, rank, world_size). RuntimeError if the scheme has one already.
@@ -41,13 +43,18 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs) -> Iter
     """Iterate over (store, rank, world_size), of which the built-in schemes give one.
 
     Args:
-        url: "env://", "tcp://host:port" or "file:///path", with rank=, world_size= and use_libuv= in the query if wanted.
-        rank, world_size: where the URL does not tell; -1: it does, or the environment.
+        url: "env://", "tcp://host:port" or "file:///path", rank=, world_size= and use_libuv= in the query.
+        rank: of this process, where the URL does not tell; -1: it does, or the environment.
+        world_size: number of processes; likewise.
         kwargs: timeout (timedelta or seconds; 30 minutes) and whatever a registered handler takes.
 
     Raises:
-        RuntimeError: no handler for the scheme. AssertionError: rank or world size given twice. ValueError: not given, or a bad
-        port. DistNetworkError, DistStoreError: the store cannot be reached, or others did not come.
+        RuntimeError: no handler for the scheme.
+        AssertionError: rank or world size given twice.
+        ValueError: rank or world size not given, or a bad port.
+        DistNetworkError: the store cannot be reached.
+        DistStoreError: others did not come.
+
     """
     if not isinstance(url, (str, bytes)):
         raise RuntimeError(f"`url` must be a string. {type(url)}: {url}")
@@ -72,27 +79,29 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs) -> Iter
 
 
 def find_launcher() -> dict[str, int | str] | None:
-    """Who started this process, for want of RANK: a dict with name, rank, world_size, local_rank and local_world_size.
+    """Find who started this process, for want of RANK.
 
-    None where nobody known did. local_rank and local_world_size are -1 where the launcher does not tell.
+    A dict with name, rank, world_size, local_rank and local_world_size; None where nobody known did. The last
+    two are -1 where the launcher does not tell.
     """
     for name, variables in _LAUNCHERS.items():
         values = [os.environ.get(variable, "") for variable in variables]
         if values[0].isdigit() and values[1].isdigit():
             local, local_size = (int(v) if v.isdigit() else -1 for v in values[2:])
-            return dict(name=name, rank=int(values[0]), world_size=int(values[1]), local_rank=local, local_world_size=local_size)
+            found = dict(name=name, rank=int(values[0]), world_size=int(values[1]))
+            return found | dict(local_rank=local, local_world_size=local_size)
     return None
 
 
 def _first_slurm_host() -> str | None:
-    """The host of task 0: the first of a list such as "a[01-03,7],b"."""
+    """Return the host of task 0: the first of a list such as "a[01-03,7],b"."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
     match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
     return match.group(1) + (match.group(2) or "") if match else None
 
 
 def _from_launcher(name: str) -> str | None:
-    """The value of an env:// variable that is not set, as the launcher implies it."""
+    """Return the value of an env:// variable that is not set, as the launcher implies it."""
     launcher = find_launcher()
     if launcher is None:
         return None
@@ -117,7 +126,7 @@ def _port_of(parts, url: str) -> int | None:
 
 
 def _is_agents(host: str, port: int) -> bool:
-    """Whether the launcher's agent serves host:port. Only the advertised endpoint: a private store is the workers' own."""
+    """Whether the launcher's agent serves host:port: the advertised endpoint, others are the workers' own."""
     return (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         and host == os.environ.get("MASTER_ADDR")
