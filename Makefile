@@ -60,7 +60,13 @@ lint:           ## ruff and the layering and style tests
 bench: $(VENV)/.installed-bench        ## the benchmarks, competitors in the same run (torch must be in EXTRAS)
 	for b in store sampler collectives ddp; do $(PY) benchmarks/$$b.py || exit 1; done
 
+test-gpu:       ## the suite for real GPUs (two of one host), compute-sanitizer included
+	PY=$(PY) tests/gpu/run.sh test
+
+bench-gpu:      ## cdist beside torch.distributed and raw NCCL on real GPUs
+	PY=$(PY) tests/gpu/run.sh bench
+
 clean:
 	rm -rf build dist $(VENV) python/cdist/*.so python/*.egg-info
 
-.PHONY: help train test test-quick tools dev test-c sanitize lint bench clean
+.PHONY: help train test test-quick tools dev test-c sanitize lint bench test-gpu bench-gpu clean

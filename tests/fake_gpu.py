@@ -19,11 +19,26 @@ def build(folder):
     cuda, nccl = folder / "libcuda_fake.so", folder / "libnccl_fake.so"
     subprocess.run([cc, *flags, source / "fake_cuda.c", "-lpthread", "-o", cuda], check=True, timeout=60)
     subprocess.run(
-        [cc, *flags, source / "fake_nccl.c", f"-L{folder}", "-lcuda_fake", "-Wl,-rpath,$ORIGIN", "-lpthread", "-o", nccl],
+        [
+            cc,
+            *flags,
+            source / "fake_nccl.c",
+            f"-L{folder}",
+            "-lcuda_fake",
+            "-Wl,-rpath,$ORIGIN",
+            "-lpthread",
+            "-o",
+            nccl,
+        ],
         check=True,
         timeout=60,
     )
-    return {"CDIST_CUDA_LIB": cuda, "CDIST_NCCL_LIB": nccl, "FAKE_NCCL_DIR": folder, "CDIST_NVRTC_LIB": "/nowhere"}
+    return {
+        "CDIST_CUDA_LIB": cuda,
+        "CDIST_NCCL_LIB": nccl,
+        "FAKE_NCCL_DIR": folder,
+        "CDIST_NVRTC_LIB": "/nowhere",
+    }
 
 
 class Device:

@@ -18,7 +18,9 @@ def values(rank, count, dtype):
 
 def equal(what, got, wanted):
     if got.dtype != wanted.dtype or not np.array_equal(got, wanted):
-        raise AssertionError(f"{what}: got {got.ravel()[:8]} {got.dtype}, wanted {wanted.ravel()[:8]} {wanted.dtype}")
+        raise AssertionError(
+            f"{what}: got {got.ravel()[:8]} {got.dtype}, wanted {wanted.ravel()[:8]} {wanted.dtype}"
+        )
 
 
 def reductions(xp, rank, world):
@@ -29,7 +31,11 @@ def reductions(xp, rank, world):
             x = xp.put(inputs[rank])
             cdist.all_reduce(x)
             equal(f"all_reduce {dtype} {count}", xp.get(x), total)
-            for op, function in [(ReduceOp.MAX, np.maximum), (ReduceOp.MIN, np.minimum), (ReduceOp.PRODUCT, np.multiply)]:
+            for op, function in [
+                (ReduceOp.MAX, np.maximum),
+                (ReduceOp.MIN, np.minimum),
+                (ReduceOp.PRODUCT, np.multiply),
+            ]:
                 x = xp.put(inputs[rank])
                 cdist.all_reduce(x, op=op)
                 equal(f"{op} {dtype}", xp.get(x), function.reduce(inputs).astype(dtype))
@@ -68,8 +74,14 @@ def moves(xp, rank, world):
         cdist.all_gather_into_tensor(out, xp.put(blocks[rank]))
         equal(f"all_gather_into_tensor {dtype}", xp.get(out), np.concatenate(blocks))
         out = xp.put(np.zeros((world, 2), dtype))
-        cdist.all_to_all_single(out, xp.put(np.stack([np.full(2, rank + r) for r in range(world)]).astype(dtype)))
-        equal(f"all_to_all_single {dtype}", xp.get(out), np.stack([np.full(2, r + rank) for r in range(world)]).astype(dtype))
+        cdist.all_to_all_single(
+            out, xp.put(np.stack([np.full(2, rank + r) for r in range(world)]).astype(dtype))
+        )
+        equal(
+            f"all_to_all_single {dtype}",
+            xp.get(out),
+            np.stack([np.full(2, r + rank) for r in range(world)]).astype(dtype),
+        )
 
 
 def scattered(xp, rank, world):
@@ -78,7 +90,9 @@ def scattered(xp, rank, world):
     out = xp.put(np.zeros((2, 4), "float32"))
     cdist.reduce_scatter_tensor(out, xp.put(inputs[rank]))
     equal("reduce_scatter_tensor", xp.get(out), total[2 * rank : 2 * rank + 2])
-    cdist.reduce_scatter(out, [xp.put(inputs[rank][2 * r : 2 * r + 2]) for r in range(world)], op=ReduceOp.MAX)
+    cdist.reduce_scatter(
+        out, [xp.put(inputs[rank][2 * r : 2 * r + 2]) for r in range(world)], op=ReduceOp.MAX
+    )
     equal("reduce_scatter", xp.get(out), np.maximum.reduce(inputs)[2 * rank : 2 * rank + 2])
 
 

@@ -79,7 +79,9 @@ def symbols(header):
 
 def check(folder, includes, headers, values, structs, names):
     """Compiles assertions that each value equals ours, runs a program that compares the names of symbols."""
-    asserts = [f'_Static_assert((long long)({theirs}) == (long long)({ours}), "{ours}");' for theirs, ours in values]
+    asserts = [
+        f'_Static_assert((long long)({theirs}) == (long long)({ours}), "{ours}");' for theirs, ours in values
+    ]
     for real, ours, fields in structs:
         asserts += [
             f'_Static_assert(offsetof({real}, {a}) == offsetof({ours}, {b}), "{b}");'
@@ -98,11 +100,20 @@ def check(folder, includes, headers, values, structs, names):
         + ' { printf("%s is %s\\n", rows[i][1], rows[i][0]); wrong = 1; }\nreturn wrong; }\n'
     )
     declared = folder / "declared.c"
-    declared.write_text("\n".join(f"#include {h}" for h in headers) + f"\nvoid declared(void);\nvoid declared(void) {{ {used} }}\n")
+    declared.write_text(
+        "\n".join(f"#include {h}" for h in headers)
+        + f"\nvoid declared(void);\nvoid declared(void) {{ {used} }}\n"
+    )
     flags = [f"-I{path}" for path in [ROOT / "csrc", *includes]]
     cc = os.environ.get("CC", "cc")
-    subprocess.run([cc, "-std=c11", "-Wno-deprecated-declarations", *flags, source, "-o", folder / "abi"], check=True, timeout=60)
-    subprocess.run([cc, "-std=c11", *flags, "-c", declared, "-o", folder / "declared.o"], check=True, timeout=60)
+    subprocess.run(
+        [cc, "-std=c11", "-Wno-deprecated-declarations", *flags, source, "-o", folder / "abi"],
+        check=True,
+        timeout=60,
+    )
+    subprocess.run(
+        [cc, "-std=c11", *flags, "-c", declared, "-o", folder / "declared.o"], check=True, timeout=60
+    )
     done = subprocess.run([folder / "abi"], capture_output=True, text=True, timeout=10)
     assert done.returncode == 0, done.stdout
 
@@ -120,7 +131,9 @@ def test_driver(tmp_path):
 def test_nccl(tmp_path):
     include, toolkit = nccl_include(), toolkit_include()
     if not include or not toolkit:
-        pytest.skip("no nccl.h here (pip install nvidia-nccl-cu13==2.30.7), or no CUDA toolkit, which it includes")
+        pytest.skip(
+            "no nccl.h here (pip install nvidia-nccl-cu13==2.30.7), or no CUDA toolkit, which it includes"
+        )
     names = symbols("nccl_abi.h")
     assert len(names) > 20
     header = (include / "nccl.h").read_text()
@@ -135,4 +148,6 @@ def test_kernels_compile(tmp_path):
     if not nvcc:
         pytest.skip("no nvcc here: the kernels are compiled by NVRTC at first use")
     command = [nvcc, "-std=c++17", f"-I{ROOT / 'csrc'}", "-cubin", "-arch=sm_90", "-Werror", "all-warnings"]
-    subprocess.run([*command, ROOT / "csrc/cuda/kernels.cu", "-o", tmp_path / "kernels.cubin"], check=True, timeout=120)
+    subprocess.run(
+        [*command, ROOT / "csrc/cuda/kernels.cu", "-o", tmp_path / "kernels.cubin"], check=True, timeout=120
+    )

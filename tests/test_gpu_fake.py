@@ -20,7 +20,12 @@ def fakes(tmp_path_factory):
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("case", gpu_cases.ALL, ids=lambda case: case.__name__)
 def test_case(fakes, case, world):
-    run(lambda rank, size: case(fake_gpu.Module(rank), rank, size), world, environ=fakes, check_leftovers=False)
+    run(
+        lambda rank, size: case(fake_gpu.Module(rank), rank, size),
+        world,
+        environ=fakes,
+        check_leftovers=False,
+    )
 
 
 def outcome(function):
@@ -46,7 +51,9 @@ def test_no_nccl_says_where_it_was_looked_for(fakes):
         x = fake_gpu.Module(rank).put(np.ones(3))
         return outcome(lambda: cdist.all_reduce(x))
 
-    for kind, text in run(body, 2, environ={**fakes, "CDIST_NCCL_LIB": "/nowhere/libnccl.so"}, check_leftovers=False):
+    for kind, text in run(
+        body, 2, environ={**fakes, "CDIST_NCCL_LIB": "/nowhere/libnccl.so"}, check_leftovers=False
+    ):
         assert issubclass(kind, TypeError)
         assert "CDIST_NCCL_LIB names /nowhere/libnccl.so" in text
 

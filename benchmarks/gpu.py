@@ -1,0 +1,300 @@
+"""cdist beside torch.distributed and NCCL in a C loop, on the GPUs of one host, interleaved in the same processes.
+
+    python benchmarks/gpu.py [--ranks 2] [--raw build/gpu/nccl_raw.so] [--out FOLDER] [--only small,big,ddp]
+
+Writes gpu.json and gpu.txt. Every figure is the median over rounds; times of a rank are of rank 0.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Rank:
+    """Both libraries and the raw loop, connected, in one process."""
+
+    def __init__(self, args):
+        import cdist
+        import torch
+        import torch.distributed as dist
+
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        torch.cuda.set_device(self.rank)
+        self.torch, self.dist, self.cdist, self.results, self.args = torch, dist, cdist, {}, args
+        limit = timedelta(seconds=100)
+        dist.init_process_group(
+            "nccl", init_method=f"tcp://127.0.0.1:{args.ports[0]}", rank=self.rank, world_size=self.world, timeout=limit,
+            device_id=torch.device("cuda", self.rank),
+        )  # fmt: skip
+        cdist.init_process_group(
+            "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{args.ports[1]}", rank=self.rank, world_size=self.world,
+            timeout=limit, device_id=self.rank,
+        )  # fmt: skip
+        self.raw = self.connect_raw()
+
+    def connect_raw(self):
+        if not self.args.raw:
+            return None
+        raw = ctypes.CDLL(os.path.abspath(self.args.raw))
+        raw.raw_issue_ns.restype = ctypes.c_double
+        if raw.raw_open(None):
+            return None
+        name = ctypes.create_string_buffer(128)
+        if self.rank == 0:
+            raw.raw_id(name)
+        box = [bytes(name.raw)]
+        self.dist.broadcast_object_list(box)
+        if raw.raw_connect(ctypes.create_string_buffer(box[0], 128), self.world, self.rank):
+            return None
+        return raw
+
+    def contenders(self, x):
+        """Name → function that enqueues one in-place all_reduce of a float32 tensor in the current stream."""
+        stream = self.torch.cuda.current_stream().cuda_stream
+        found = {"torch": lambda: self.dist.all_reduce(x), "cdist": lambda: self.cdist.all_reduce(x)}
+        try:
+            import cupy
+
+            y = cupy.from_dlpack(x)
+            external = cupy.cuda.ExternalStream(stream) if stream else cupy.cuda.Stream.null
+
+            def with_cupy():
+                self.cdist.all_reduce(y)
+
+            external.use()
+            found["cdist, CuPy"] = with_cupy
+        except Exception:
+            traceback.print_exc()
+        if self.raw:
+            data, count = ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.numel())
+            found["raw NCCL"] = lambda: self.raw.raw_all_reduce(data, count, ctypes.c_void_p(stream))
+        return found
+
+    def small(self):
+        """Host time of a call, and one-shot latency, at 4 bytes."""
+        torch = self.torch
+        x = torch.zeros(1, device="cuda")
+        found = self.contenders(x)
+        host = {name: [] for name in found}
+        latency = {name: [] for name in found}
+        for call in found.values():
+            for _ in range(30):
+                call()
+            torch.cuda.synchronize()
+        for _ in range(15):
+            for name, call in found.items():
+                torch.cuda.synchronize()
+                self.dist.barrier()
+                torch.cuda.synchronize()
+                if name == "raw NCCL":
+                    ns = self.raw.raw_issue_ns(
+                        ctypes.c_void_p(x.data_ptr()),
+                        ctypes.c_size_t(1),
+                        ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+                        200,
+                    )
+                else:
+                    start = time.perf_counter_ns()
+                    for _ in range(200):
+                        call()
+                    ns = (time.perf_counter_ns() - start) / 200
+                host[name].append(ns / 1e3)
+                torch.cuda.synchronize()
+                times = []
+                for _ in range(50):
+                    start = time.perf_counter_ns()
+                    call()
+                    torch.cuda.synchronize()
+                    times.append((time.perf_counter_ns() - start) / 1e3)
+                latency[name].append(statistics.median(times))
+        self.results["host_us"] = {name: statistics.median(v) for name, v in host.items()}
+        self.results["latency_4B_us"] = {name: statistics.median(v) for name, v in latency.items()}
+
+    def big(self):
+        """Bus bandwidth at 256 MiB and 16 MiB."""
+        torch = self.torch
+        for mib in (256, 16):
+            x = torch.zeros(mib << 18, device="cuda")
+            found = self.contenders(x)
+            rates = {name: [] for name in found}
+            for call in found.values():
+                call()
+            for _ in range(6):
+                for name, call in found.items():
+                    torch.cuda.synchronize()
+                    self.dist.barrier()
+                    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    begin.record()
+                    for _ in range(10):
+                        call()
+                    end.record()
+                    end.synchronize()
+                    seconds = begin.elapsed_time(end) / 1e4
+                    rates[name].append(x.numel() * 4 / seconds * 2 * (self.world - 1) / self.world / 1e9)
+            self.results[f"busbw_{mib}MiB_GBps"] = {name: statistics.median(v) for name, v in rates.items()}
+            del x, found
+
+    def models(self):
+        """Name → (a function that makes the model, one that makes an input, one that gives the loss, steps)."""
+        torch = self.torch
+
+        def gpt2():
+            from transformers import GPT2Config, GPT2LMHeadModel
+
+            return GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+
+        def resnet():
+            import torchvision
+
+            return torchvision.models.resnet50()
+
+        def mlp():
+            layers = [layer for _ in range(64) for layer in (torch.nn.Linear(1024, 1024), torch.nn.ReLU())]
+            return torch.nn.Sequential(*layers)
+
+        return {
+            "64-layer MLP": (
+                mlp,
+                lambda: torch.randn(256, 1024, device="cuda"),
+                lambda m, x: m(x).float().square().mean(),
+            ),
+            "GPT-2 124M bf16": (
+                gpt2,
+                lambda: torch.randint(0, 50257, (4, 512), device="cuda"),
+                lambda m, x: m(input_ids=x, labels=x).loss,
+            ),
+            "ResNet-50 bf16": (
+                resnet,
+                lambda: torch.randn(32, 3, 224, 224, device="cuda"),
+                lambda m, x: m(x).float().square().mean(),
+            ),
+        }
+
+    def step_ms(self, model, optimizer, x, loss, steps):
+        torch = self.torch
+        times = []
+        for _ in range(steps):
+            torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            with torch.autocast("cuda", torch.bfloat16):
+                value = loss(model, x)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter_ns() - start) / 1e6)
+        return times
+
+    def ddp(self):
+        """Step time without communication, with torch DDP, with cdist DDP."""
+        torch = self.torch
+        for name, (make, inputs, loss) in self.models().items():
+            try:
+                torch.manual_seed(0)
+                base = make().cuda()
+                wraps = {
+                    "local": lambda m: m,
+                    "torch": lambda m: torch.nn.parallel.DistributedDataParallel(
+                        m, device_ids=[self.rank], gradient_as_bucket_view=True
+                    ),
+                    "cdist": lambda m: self.cdist.parallel.DistributedDataParallel(
+                        m, device_ids=[self.rank], gradient_as_bucket_view=True
+                    ),
+                }
+                import copy
+
+                runs = {}
+                for kind, wrap in wraps.items():
+                    model = wrap(copy.deepcopy(base))
+                    runs[kind] = (model, torch.optim.SGD(model.parameters(), 1e-4, foreach=True))
+                x, times = inputs(), {kind: [] for kind in runs}
+                for model, optimizer in runs.values():
+                    self.step_ms(model, optimizer, x, loss, 6)
+                for _ in range(5):
+                    for kind, (model, optimizer) in runs.items():
+                        self.dist.barrier()
+                        times[kind] += self.step_ms(model, optimizer, x, loss, 5)
+                self.results[f"step_ms {name}"] = {kind: statistics.median(v) for kind, v in times.items()}
+                del runs, base
+                torch.cuda.empty_cache()
+            except Exception as error:
+                traceback.print_exc()
+                self.results[f"step_ms {name}"] = {"failed": f"{type(error).__name__}: {error}"[:300]}
+
+
+def table(results):
+    lines = [json.dumps(results.get("about", {}))]
+    for what, row in results.items():
+        if what != "about":
+            lines.append(what)
+            lines += [
+                f"    {name:16} {value if isinstance(value, str) else format(value, '10.2f')}"
+                for name, value in row.items()
+            ]
+    return "\n".join(lines)
+
+
+def rank_main(args):
+    me = Rank(args)
+    torch = me.torch
+    me.results["about"] = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "nccl": list(torch.cuda.nccl.version()),
+        "ranks": me.world, "raw": bool(me.raw),
+    }  # fmt: skip
+    for part in args.only.split(","):
+        try:
+            getattr(me, part)()
+        except Exception:
+            traceback.print_exc()
+            me.results[part] = {"failed": traceback.format_exc(limit=1)[-300:]}
+        if me.rank == 0:
+            Path(args.out, "gpu.json").write_text(json.dumps(me.results, indent=1))
+            Path(args.out, "gpu.txt").write_text(table(me.results) + "\n")
+    if me.rank == 0:
+        print(table(me.results))
+    torch.cuda.synchronize()
+    me.cdist.destroy_process_group()
+    me.dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--raw", default="")
+    parser.add_argument("--out", default="build/gpu")
+    parser.add_argument("--only", default="small,big,ddp")
+    parser.add_argument("--ports", default="")
+    args = parser.parse_args()
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    if args.ports:
+        args.ports = [int(port) for port in args.ports.split(",")]
+        return rank_main(args)
+    ports = f"{free_port()},{free_port()}"
+    command = [sys.executable, __file__, *sys.argv[1:], "--ports", ports]
+    ranks = [
+        subprocess.Popen(
+            command, env={**os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(args.ranks)}
+        )
+        for r in range(args.ranks)
+    ]
+    codes = [rank.wait() for rank in ranks]
+    return max(abs(code) for code in codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
