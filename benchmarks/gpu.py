@@ -1,4 +1,4 @@
-"""cdist beside torch.distributed and NCCL in a C loop, on the GPUs of one host, interleaved in the same processes.
+"""cdist beside torch.distributed and NCCL in a C loop, on the GPUs of one host, in the same processes.
 
     python benchmarks/gpu.py [--ranks 2] [--raw build/gpu/nccl_raw.so] [--out FOLDER] [--only small,big,ddp]
 

@@ -1,5 +1,6 @@
 """The GPU path from Python to NCCL's entry points, on a driver and a NCCL that need no GPU."""
 
+import ctypes
 import os
 import signal
 import time
@@ -91,3 +92,17 @@ def test_a_killed_rank_raises_on_the_other(fakes):
     assert name == "PeerLostError"
     assert "rank 1" in text
     assert seconds < 5
+
+
+def test_registered_memory(fakes):
+    def body(rank, world):
+        x = cdist.empty((4, 3), "float64", device="cuda")
+        xp = fake_gpu.Module(rank)
+        address = x.__cuda_array_interface__["data"][0]
+        memory = np.frombuffer((ctypes.c_char * 96).from_address(address), "float64").reshape(4, 3)
+        memory[...] = rank + 1
+        cdist.all_reduce(x)
+        return x.device.id, xp.get(fake_gpu.Array(memory, rank)).tolist()
+
+    outcomes = run(body, 2, environ=fakes, check_leftovers=False)
+    assert outcomes == [(rank, [[3.0] * 3] * 4) for rank in range(2)]
