@@ -2,6 +2,7 @@
 
 #include "base/knob.h"
 #include "base/log.h"
+#include "coll/net_run.h"
 #include "coll/shm_team_impl.h"
 
 #include <ctype.h>
@@ -13,8 +14,9 @@
 #define ANY SIZE_MAX
 #define SHM CD_NEEDS_SHM
 #define ARENA (CD_NEEDS_SHM | CD_NEEDS_ARENA)
+#define MESH CD_NEEDS_MESH
 
-/* In order of preference for each kind; kinds in the order of cd_kind. */
+/* In order of preference for each kind: shared memory first, in the order of cd_kind, then what runs over messages alone. */
 static const cd_plan_row table[] = {
     {CD_BARRIER, ANY, INT_MAX, SHM, "shm_small", cd_shm_small_run},
     /* Measured with bench_coll_shm on a 2-core EPYC (1 MiB of L2), small / stage in µs. 2 ranks: 64 B 0.15 / 0.24, 1 KiB
@@ -41,6 +43,19 @@ static const cd_plan_row table[] = {
     {CD_REDUCE_SCATTER, ANY, INT_MAX, SHM, "shm_stage", cd_shm_stage_run},
     {CD_ALL_TO_ALL, 64 * KIB + 1, INT_MAX, SHM, "shm_small", cd_shm_small_run},
     {CD_ALL_TO_ALL, ANY, INT_MAX, SHM, "shm_move", cd_shm_move_run},
+    {CD_BARRIER, ANY, INT_MAX, MESH, "net_barrier", cd_net_barrier_run},
+    {CD_ALL_REDUCE, CD_NET_CARRY + 1, INT_MAX, MESH, "net_small", cd_net_small_run},
+    {CD_ALL_REDUCE, ANY, INT_MAX, MESH, "net_slice", cd_net_slice_run},
+    {CD_REDUCE, CD_NET_CARRY + 1, INT_MAX, MESH, "net_small", cd_net_small_run},
+    {CD_REDUCE, ANY, INT_MAX, MESH, "net_slice", cd_net_slice_run},
+    {CD_BROADCAST, 256 * KIB + 1, INT_MAX, MESH, "net_tree", cd_net_tree_run},
+    {CD_BROADCAST, ANY, INT_MAX, MESH, "net_chain", cd_net_chain_run},
+    {CD_ALL_GATHER, ANY, INT_MAX, MESH, "net_move", cd_net_move_run},
+    {CD_GATHER, ANY, INT_MAX, MESH, "net_move", cd_net_move_run},
+    {CD_SCATTER, ANY, INT_MAX, MESH, "net_move", cd_net_move_run},
+    {CD_REDUCE_SCATTER, CD_NET_CARRY + 1, INT_MAX, MESH, "net_small", cd_net_small_run},
+    {CD_REDUCE_SCATTER, ANY, INT_MAX, MESH, "net_slice", cd_net_slice_run},
+    {CD_ALL_TO_ALL, ANY, INT_MAX, MESH, "net_move", cd_net_move_run},
 };
 #define ROWS (sizeof table / sizeof *table)
 

@@ -97,13 +97,13 @@ int main(int argc, char **argv)
     world_kind kind = argc > 1 && !strcmp(argv[1], "tcp") ? WORLD_TCP : argc > 1 && !strcmp(argv[1], "unix") ? WORLD_UNIX : WORLD_SHM;
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (argc > 2) {
-        world w = world_open(2, kind);
+        mesh_world w = world_open(2, kind);
         check_on_ranks(2, body, w.mesh);
         world_close(&w);
         return 0;
     }
     /* Two processes, as in life: memory of the channels is mapped before the fork. */
-    world w = {.ranks = 2};
+    mesh_world w = {.ranks = 2};
     size_t bytes = (cd_channels_bytes(2) + 4095) & ~(size_t)4095;
     w.memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(w.memory != MAP_FAILED);

@@ -19,7 +19,7 @@ typedef struct {
     int ranks;
     cd_mesh *mesh[16];
     void *memory;
-} world;
+} mesh_world;
 
 static inline void connect_tcp(int pair[2])
 {
@@ -35,7 +35,7 @@ static inline void connect_tcp(int pair[2])
     close(listener);
 }
 
-static inline void world_join(world *w, int a, int b, world_kind kind)
+static inline void world_join(mesh_world *w, int a, int b, world_kind kind)
 {
     cd_pipe *pipe_a, *pipe_b;
     if (kind == WORLD_MIXED)
@@ -56,9 +56,9 @@ static inline void world_join(world *w, int a, int b, world_kind kind)
     cd_mesh_attach(w->mesh[b], pipe_b);
 }
 
-static inline world world_open(int ranks, world_kind kind)
+static inline mesh_world world_open(int ranks, world_kind kind)
 {
-    world w = {.ranks = ranks};
+    mesh_world w = {.ranks = ranks};
     size_t bytes = (cd_channels_bytes(ranks) + 4095) & ~(size_t)4095;
     w.memory = aligned_alloc(4096, bytes);
     CHECK(w.memory);
@@ -72,7 +72,7 @@ static inline world world_open(int ranks, world_kind kind)
     return w;
 }
 
-static inline void world_close(world *w)
+static inline void world_close(mesh_world *w)
 {
     cd_error why = {.code = CD_ABORTED, .rank = -1, .text = "the test is over"};
     for (int r = 0; r < w->ranks; r++)

@@ -29,7 +29,7 @@ static void exchange_all(int rank, void *ctx)
 {
     static const size_t sizes[] = {0, 1, 24, 25, 64, 1000, 16384, 16385, 262144, LARGE};
     enum { SIZES = 10 };
-    world *w = ctx;
+    mesh_world *w = ctx;
     int n = 0, total = 2 * SIZES * w->ranks;
     cd_xfer *x = calloc((size_t)total, sizeof *x), **list = calloc((size_t)total, sizeof *list);
     uint8_t **out = calloc((size_t)(SIZES * w->ranks), sizeof *out), **in = calloc((size_t)(SIZES * w->ranks), sizeof *in);
@@ -67,7 +67,7 @@ static void exchange_all(int rank, void *ctx)
 static void test_exchange(world_kind kind)
 {
     for (int ranks = 1; ranks <= 4; ranks += ranks == 2 ? 2 : 1) {
-        world w = world_open(ranks, kind);
+        mesh_world w = world_open(ranks, kind);
         check_on_ranks(ranks, exchange_all, &w);
         world_close(&w);
     }
@@ -76,7 +76,7 @@ static void test_exchange(world_kind kind)
 /* Same tag: first in, first out, also when small and large alternate; another context does not take part (K109). */
 static void order_body(int rank, void *ctx)
 {
-    world *w = ctx;
+    mesh_world *w = ctx;
     enum { N = 40 };
     cd_xfer x[2 * N], *list[2 * N];
     uint32_t *data[N];
@@ -103,7 +103,7 @@ static void order_body(int rank, void *ctx)
 /* K110: any source takes each rank's message once and names it. */
 static void any_source_body(int rank, void *ctx)
 {
-    world *w = ctx;
+    mesh_world *w = ctx;
     for (int round = 0; round < 20; round++) {
         size_t bytes = round % 2 ? 8 : 50000;
         uint8_t *data = make_message(rank, round, bytes);
@@ -124,7 +124,7 @@ static void any_source_body(int rank, void *ctx)
 
 static void test_sizes_and_signatures_must_agree(world_kind kind)
 {
-    world w = world_open(2, kind);
+    mesh_world w = world_open(2, kind);
     char out[64] = "hello", in[64];
     CHECK_OK(send_to(w.mesh[0], 1, 1, out, 32, 5));
     CHECK_FAILS(recv_from(w.mesh[1], 0, 1, in, 16, 5, NULL), CD_MISMATCH);
@@ -147,7 +147,7 @@ static void test_sizes_and_signatures_must_agree(world_kind kind)
 /* A large message that does not fit its receive fails on both sides; the pair goes on. */
 static void large_mismatch_body(int rank, void *ctx)
 {
-    world *w = ctx;
+    mesh_world *w = ctx;
     uint8_t *data = make_message(rank, 0, LARGE);
     if (rank == 0)
         CHECK_FAILS(send_to(w->mesh[0], 1, 1, data, LARGE, 30), CD_MISMATCH);
@@ -164,7 +164,7 @@ static void large_mismatch_body(int rank, void *ctx)
 /* K104: both send a large message first: each times out with a text that says why, and then the pair still works. */
 static void send_send_body(int rank, void *ctx)
 {
-    world *w = ctx;
+    mesh_world *w = ctx;
     uint8_t *out = make_message(rank, 1 - rank, LARGE), *in = calloc(1, LARGE);
     CHECK_OK(send_to(w->mesh[rank], 1 - rank, 1, out, 1000, 30));
     CHECK_OK(recv_from(w->mesh[rank], 1 - rank, 1, in, 1000, 30, NULL));
@@ -182,7 +182,7 @@ static void send_send_body(int rank, void *ctx)
 
 static void test_probe(world_kind kind)
 {
-    world w = world_open(2, kind);
+    mesh_world w = world_open(2, kind);
     size_t bytes;
     int source;
     cd_patience patience = patience_s(0.05, 2);
@@ -207,7 +207,7 @@ static void test_cancel(world_kind kind)
 {
     for (int turns = 0; turns < 12; turns++) {
         for (int who = 0; who < 2; who++) {
-            world w = world_open(2, kind);
+            mesh_world w = world_open(2, kind);
             uint8_t *out = make_message(0, 1, LARGE), *in = calloc(1, LARGE);
             cd_xfer a, b;
             cd_mesh_recv(w.mesh[1], &b, 0, (cd_match){1, 1}, 0, in, LARGE, false, false);
@@ -247,7 +247,7 @@ static void test_cancel(world_kind kind)
 }
 
 typedef struct {
-    world w;
+    mesh_world w;
     _Atomic int waiting;
     cd_status expected;
 } ending;
@@ -296,7 +296,7 @@ static void test_ends_reach_all_waiters(world_kind kind, cd_status expected)
 /* What a peer sent before it closed is received; then its loss is seen. */
 static void test_peer_closes(world_kind kind)
 {
-    world w = world_open(2, kind);
+    mesh_world w = world_open(2, kind);
     char out[300] = "last words", in[300];
     CHECK_OK(send_to(w.mesh[1], 0, 1, out, sizeof out, 5));
     cd_error why = {.code = CD_ABORTED, .rank = -1, .text = "bye"};
@@ -312,7 +312,7 @@ static void test_peer_closes(world_kind kind)
 /* A sender that nobody listens to: memory is bounded, small messages turn into announced ones, nothing is lost. */
 static void test_flood(world_kind kind)
 {
-    world w = world_open(2, kind);
+    mesh_world w = world_open(2, kind);
     enum { N = 3000, BYTES = 16000 };
     cd_xfer *x = calloc(N, sizeof *x), **list = calloc(N, sizeof *list);
     uint8_t *out = make_message(0, 1, BYTES), *in = calloc(1, BYTES), mark[8] = {0};
@@ -354,7 +354,7 @@ static void test_flood(world_kind kind)
 
 static void test_forget(world_kind kind)
 {
-    world w = world_open(2, kind);
+    mesh_world w = world_open(2, kind);
     char small[100] = {0}, in[100];
     static char large[100000];
     cd_xfer x, r, *list = &x;
@@ -381,7 +381,7 @@ static void test_forget(world_kind kind)
 /* Several threads of one rank wait at the same time, each for its own messages. */
 static void many_threads_body(int thread, void *ctx)
 {
-    world *w = ctx;
+    mesh_world *w = ctx;
     int rank = thread % 2, lane = thread / 2;
     uint8_t *out = make_message(rank, lane, 40000), *in = calloc(1, 40000);
     for (int i = 0; i < 100; i++) {
@@ -402,7 +402,7 @@ static void many_threads_body(int thread, void *ctx)
 
 static void on_world(world_kind kind, int ranks, int threads, check_rank_func body)
 {
-    world w = world_open(ranks, kind);
+    mesh_world w = world_open(ranks, kind);
     check_on_ranks(threads, body, &w);
     world_close(&w);
 }
