@@ -22,7 +22,7 @@ typedef enum {
     CD_CONTROL_READY,     /* rank → rank 0: connected to all others */
     CD_CONTROL_GO,        /* rank 0 → all */
     CD_CONTROL_LOST,      /* a rank is lost: cd_notice */
-    CD_CONTROL_BYE,       /* a rank left in good order: cd_notice */
+    CD_CONTROL_BYE,       /* a rank left in good order: cd_notice with the default group's context, its last sequence as text */
     CD_CONTROL_ABORT,     /* a group was aborted: cd_notice with its context */
     CD_CONTROL_WAITING,   /* a rank waits for others: cd_notice with the group's context, the sequence as text */
     CD_CONTROL_STALE      /* answer to a hello that was meant for an earlier process: read the address again */

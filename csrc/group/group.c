@@ -145,7 +145,12 @@ static cd_status share_memory(cd_group *g, const cd_patience *patience)
         CD_TRY(cd_handout_offer(w->handout, &key, g->segment.fd));
         cd_monitor_wake(w);
     } else {
-        CD_TRY(cd_handout_fetch(w->members[g->world_ranks[0]].nonce, &key, patience, &g->segment));
+        int maker = g->world_ranks[0];
+        cd_status status = cd_handout_fetch(w->members[maker].nonce, &key, patience, &g->segment);
+        if (status == CD_IO || status == CD_NOT_FOUND || status == CD_PEER_LOST)
+            return cd_fail_rank(CD_PEER_LOST, maker, "rank %d did not hand out the shared memory: %s", maker,
+                                cd_last_error()->text);
+        CD_TRY(status);
     }
     return use_memory(g, g->segment.base);
 }
@@ -275,7 +280,9 @@ cd_status cd_group_create(cd_world *w, const int *ranks, int count, uint64_t tim
 {
     if (cd_world_forked(w))
         return cd_world_refuse_fork(w);
-    CD_TRY(check_members(w, ranks, count));
+    cd_status joined = check_members(w, ranks, count);
+    if (joined != CD_OK)
+        return joined == CD_PEER_LOST ? cd_group_first_cause(w->group, joined) : joined;
     uint64_t occurrence = 0;
     CD_TRY(next_occurrence(w, ranks, count, &occurrence));
     cd_group *g = 0;
@@ -291,7 +298,8 @@ cd_status cd_group_create(cd_world *w, const int *ranks, int count, uint64_t tim
             cd_handout_withdraw(w->handout, &key);
         }
         cd_group_release(g);
-        return cd_fail_with(&why);
+        cd_fail_with(&why);
+        return why.code == CD_PEER_LOST ? cd_group_first_cause(w->group, why.code) : why.code;
     }
     enlist(g);
     *out = g;

@@ -29,6 +29,31 @@ static inline bool is_usable(const cd_group *g)
                      atomic_load_explicit(&g->cause->state, memory_order_relaxed) == CD_CAUSE_NONE);
 }
 
+/* Who fails because of another rank's end leaves too, and its closed connection may be seen before the news of the first. */
+#define FIRST_CAUSE_NS (50 * CD_NS_PER_MS)
+
+cd_status cd_group_first_cause(cd_group *g, cd_status status)
+{
+    cd_error error = *cd_last_error();
+    int peer = error.rank;
+    bool known = peer >= 0 && peer < g->world->world;
+    cd_deadline grace = cd_deadline_after_ns(FIRST_CAUSE_NS);
+    bool caused = false, gone = false;
+    for (;;) {
+        caused = atomic_load_explicit(&g->cause->state, memory_order_acquire) != CD_CAUSE_NONE;
+        gone = known && atomic_load_explicit(&g->world->gone[peer], memory_order_acquire);
+        if (caused || gone || cd_deadline_passed(grace))
+            break;
+        cd_sleep_ns(CD_NS_PER_MS / 4);
+    }
+    if (caused && cd_cause_check(g->cause) != CD_OK)
+        return cd_last_error()->code;
+    if (gone && status != CD_PEER_LOST)
+        return cd_fail_rank(CD_PEER_LOST, peer, "rank %d left the group: %s", peer, error.text);
+    cd_fail_with(&error);
+    return status;
+}
+
 cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
 {
     if (status == CD_OK)
@@ -43,6 +68,8 @@ cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
     }
     if (!cd_status_is_sticky(status))
         return status;
+    if (status == CD_PEER_LOST)
+        (void)cd_group_first_cause(g, status);
     if (atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE &&
         !atomic_load_explicit(&g->closed, memory_order_acquire)) {
         cd_fail_prefix("rank %d in %s (sequence %llu): ", g->world->rank, cd_kind_name(op->kind),

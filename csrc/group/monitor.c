@@ -43,7 +43,20 @@ static bool left_by_word(const cd_world *w, int rank)
            atomic_load_explicit(&w->host.rows[w->local_of[rank]].left, memory_order_acquire);
 }
 
-static void departed(struct cd_monitor *m, int rank)
+/* A process that dies closes its sockets a moment before its end is told. */
+#define DYING_MS 20
+
+static const char *how_it_went(const struct cd_monitor *m, int rank, bool ended)
+{
+    struct pollfd process = {.fd = m->process_fds[rank], .events = POLLIN};
+    if (!ended && process.fd < 0)
+        return "died without leaving the group, or the network to it was cut";
+    if (!ended && poll(&process, 1, DYING_MS) == 0)
+        return "lives, but the control connection to it was cut";
+    return "ended without leaving the group";
+}
+
+static void departed(struct cd_monitor *m, int rank, bool ended)
 {
     cd_world *w = m->world;
     if (m->expected[rank])
@@ -57,12 +70,19 @@ static void departed(struct cd_monitor *m, int rank)
     }
     const cd_member *member = &w->members[rank];
     cd_error why = {.code = CD_PEER_LOST, .rank = rank};
-    snprintf(why.text, sizeof why.text, "rank %d was lost: its process (pid %u on %s) ended without leaving the group", rank,
-             member->process, member->host_name);
+    snprintf(why.text, sizeof why.text, "rank %d was lost: its process (pid %u on %s) %s", rank, member->process,
+             member->host_name, how_it_went(m, rank, ended));
     notice.code = (int32_t)why.code;
     memcpy(notice.text, why.text, sizeof notice.text);
     cd_world_peer_lost(w, rank, &why);
     cd_world_tell(w, CD_CONTROL_LOST, &notice, rank);
+}
+
+/* How far a rank came in a group. */
+static void note_progress(cd_world *w, const cd_notice *notice)
+{
+    atomic_store_explicit(&w->waiting[notice->rank].context, notice->context, memory_order_relaxed);
+    atomic_store_explicit(&w->waiting[notice->rank].sequence, strtoull(notice->text, 0, 10), memory_order_relaxed);
 }
 
 static void hear_notice(struct cd_monitor *m, int from, cd_control_kind kind, cd_notice *notice)
@@ -76,16 +96,14 @@ static void hear_notice(struct cd_monitor *m, int from, cd_control_kind kind, cd
     switch (kind) {
     case CD_CONTROL_BYE:
         m->expected[notice->rank] = true;
+        note_progress(w, notice);
         cd_world_peer_left(w, notice->rank);
         break;
     case CD_CONTROL_LOST:
         m->expected[notice->rank] = true;
         cd_world_peer_lost(w, notice->rank, &why);
         break;
-    case CD_CONTROL_WAITING:
-        atomic_store_explicit(&w->waiting[notice->rank].context, notice->context, memory_order_relaxed);
-        atomic_store_explicit(&w->waiting[notice->rank].sequence, strtoull(notice->text, 0, 10), memory_order_relaxed);
-        break;
+    case CD_CONTROL_WAITING: note_progress(w, notice); break;
     case CD_CONTROL_ABORT: cd_groups_abort_context(w, notice->context, &why); break;
     default: cd_log(CD_LOG_WARN, "rank %d: control frame %d from rank %d is not known", w->rank, (int)kind, from); return;
     }
@@ -123,7 +141,7 @@ static void drop_control(struct cd_monitor *m, int from)
     close(w->controls[from]);
     w->controls[from] = -1;
     pthread_mutex_unlock(&w->control_lock);
-    departed(m, from);
+    departed(m, from, false);
 }
 
 static void answer(int socket, cd_control_kind kind, const void *body, size_t bytes)
@@ -227,7 +245,7 @@ static void serve(struct cd_monitor *m, int first_control, int first_process)
         if (m->entries[first_process + r].revents) {
             close(m->process_fds[r]);
             m->process_fds[r] = -1;
-            departed(m, r);
+            departed(m, r, true);
         }
     }
 }

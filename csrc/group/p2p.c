@@ -52,6 +52,13 @@ static cd_status soften(cd_group *g, const cd_op *op, cd_status status, const cd
     if (status == CD_OK || status == CD_INTERRUPTED)
         return status;
     int peer = cd_last_error()->rank;
+    if (status == CD_PEER_LOST || status == CD_ABORTED) {
+        if (peer < 0 && op->peer >= 0)
+            cd_fail_rank(status, g->world_ranks[op->peer], "%s", cd_last_error()->text);
+        status = cd_group_first_cause(g, status);
+        if (atomic_load_explicit(&g->cause->state, memory_order_acquire) != CD_CAUSE_NONE)
+            return status;
+    }
     cd_fail_prefix("rank %d in %s(%s %d, tag %lld): ", g->world->rank, cd_kind_name(op->kind),
                    op->kind == CD_SEND ? "to" : "from", op->peer < 0 ? -1 : (int)g->world_ranks[op->peer], (long long)op->tag);
     if (status != CD_TIMED_OUT)

@@ -103,6 +103,34 @@ static bool has_arrived(const cd_group *g, int rank, uint64_t sequence)
            atomic_load_explicit(&w->waiting[rank].sequence, memory_order_relaxed) >= sequence;
 }
 
+/* True when a rank that is gone is known not to have begun this operation: it never will. */
+static bool never_arrives(const cd_group *g, int rank, uint64_t sequence)
+{
+    const cd_world *w = g->world;
+    const cd_record_page *page = cd_world_page(w, rank);
+    cd_record_view view;
+    if (!page)
+        return atomic_load_explicit(&w->waiting[rank].context, memory_order_relaxed) == g->context &&
+               atomic_load_explicit(&w->waiting[rank].sequence, memory_order_relaxed) < sequence;
+    if (cd_record_find(page, g->context, &view))
+        return view.sequence < sequence;
+    return atomic_load_explicit(&page->last, memory_order_relaxed) < CD_RECORD_RING;
+}
+
+/* Who waits for a rank that itself waits for one that left would wait until the deadline: look for it. */
+static cd_status refuse_departed(const cd_watch *watch)
+{
+    const cd_group *g = watch->group;
+    for (int i = 0; i < g->size; i++) {
+        int rank = g->world_ranks[i];
+        /* Acquire: what the rank recorded before it left is visible. */
+        if (atomic_load_explicit(&g->world->gone[rank], memory_order_acquire) &&
+            never_arrives(g, rank, watch->op->sequence))
+            return cd_fail_rank(CD_PEER_LOST, rank, "rank %d left the group before it took part", rank);
+    }
+    return CD_OK;
+}
+
 static size_t append(char *out, size_t bytes, size_t used, const char *text)
 {
     int wrote = used < bytes ? snprintf(out + used, bytes - used, "%s", text) : 0;
@@ -186,6 +214,8 @@ static cd_status watch_idle(void *ctx)
     uint64_t now = cd_now_coarse_ns();
     if (!watch->started_ns)
         watch->started_ns = now;
+    else if (watch->peer == -1)
+        CD_TRY(refuse_departed(watch));
     uint64_t waited = now - watch->started_ns;
     if (!watch->told && g->spans_hosts && watch->peer == -1) {
         uint64_t all = watch->deadline.at_ns > watch->started_ns ? watch->deadline.at_ns - watch->started_ns : 0;

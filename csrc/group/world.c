@@ -222,6 +222,10 @@ static void say_goodbye(cd_world *w)
         atomic_store_explicit(&w->host.rows[w->local].left, 1, memory_order_release);
     if (atomic_load_explicit(&w->controls_live, memory_order_relaxed)) {
         cd_notice notice = {.rank = w->rank};
+        if (w->group) {
+            notice.context = w->group->context;
+            snprintf(notice.text, sizeof notice.text, "%llu", (unsigned long long)w->group->sequence);
+        }
         cd_world_tell(w, CD_CONTROL_BYE, &notice, -1);
     }
     if (w->published) {

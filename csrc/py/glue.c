@@ -78,7 +78,7 @@ cd_status cd_py_wait_idle(void *ctx)
         cd_py_note_site(wait->world);
     wait->world = NULL;
     if (PyErr_CheckSignals() < 0)
-        return CD_INTERRUPTED;
+        return cd_fail(CD_INTERRUPTED, "interrupted by a signal"); /* recorded: callers keep and restore the last error */
     wait->detached = PyEval_SaveThread();
     return CD_OK;
 }

@@ -1,0 +1,367 @@
+"""Teardown, init again, abort, exit, fork: cases K88 to K95."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import cdist
+from cdist.testing import run
+
+PYTHON = os.path.dirname(os.path.dirname(cdist.__file__))
+
+
+def _store(port):
+    return cdist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+
+
+@pytest.fixture
+def server():
+    return cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+def _abort_and_again(rank, world, port):
+    cdist.init_process_group(
+        store=cdist.PrefixStore("a", _store(port)), rank=rank, world_size=world, timeout=20
+    )
+    x = np.ones(1 << 18)
+    cdist.all_reduce(x)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "thawed"
+    frozen = cdist._core._records(cdist.group.WORLD, 2, 1)["pid"]
+    work = cdist.all_reduce(x, async_op=True)
+    time.sleep(0.1)
+    start = time.monotonic()
+    cdist.group.WORLD.abort("rank 2 hangs")
+    with pytest.raises(cdist.AbortedError):
+        work.wait()
+    cdist.destroy_process_group()
+    new = {0: 0, 1: 1, 3: 2}[rank]
+    cdist.init_process_group(store=cdist.PrefixStore("b", _store(port)), rank=new, world_size=3, timeout=20)
+    y = np.ones(4)
+    cdist.all_reduce(y)
+    seconds = time.monotonic() - start
+    cdist.barrier()
+    if rank == 0:
+        os.kill(frozen, signal.SIGCONT)
+    return float(y[0]), seconds < 3
+
+
+def test_healthy_ranks_drop_a_group_while_another_hangs(server):
+    """K88."""
+    outcomes = run(_abort_and_again, 4, server.port, init=False)
+    assert outcomes == [(3.0, True), (3.0, True), "thawed", (3.0, True)]
+
+
+def _script(tmp_path, text, world=2, limit=20, **environ):
+    """Run a program as `world` ranks by hand; return [(exit code, stdout, stderr)] and the seconds it took."""
+    path = tmp_path / "program.py"
+    path.write_text(textwrap.dedent(text))
+    server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    settings = dict(os.environ, PYTHONPATH=PYTHON, WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    settings.update(MASTER_PORT=str(server.port), TORCHELASTIC_USE_AGENT_STORE="True", **environ)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env=dict(settings, RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(world)
+    ]
+    start, outcomes = time.monotonic(), []
+    try:
+        for process in ranks:
+            out, err = process.communicate(timeout=limit)
+            outcomes.append((process.returncode, out, err))
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    del server
+    return outcomes, time.monotonic() - start
+
+
+def test_finally_destroy_is_safe(tmp_path):
+    """K89."""
+    outcomes, seconds = _script(
+        tmp_path,
+        """
+        import cdist, numpy
+        cdist.init_process_group()
+        try:
+            if cdist.get_rank() == 1:
+                raise ValueError("mine")
+            cdist.all_reduce(numpy.ones(3))
+            cdist.all_reduce(numpy.ones(3))
+        finally:
+            cdist.destroy_process_group()
+        """,
+    )
+    assert [code for code, _, _ in outcomes] == [1, 1]
+    assert "PeerLostError" in outcomes[0][2]
+    assert "rank 1" in outcomes[0][2]
+    assert "ValueError: mine" in outcomes[1][2]
+    assert seconds < 10
+
+
+def test_an_exception_reaches_the_others_without_user_code(tmp_path):
+    """K28."""
+    outcomes, _ = _script(
+        tmp_path,
+        """
+        import cdist
+        cdist.init_process_group()
+        if cdist.get_rank() == 0:
+            raise ValueError("no good")
+        cdist.barrier()
+        """,
+    )
+    assert "[rank0]: ValueError: no good" in outcomes[0][2]
+    assert "PeerLostError" in outcomes[1][2]
+    assert "ValueError: no good" in outcomes[1][2]
+
+
+@pytest.mark.parametrize(
+    "ending", ["", "sys.exit(0)", "work = cdist.irecv(numpy.ones(1), 1 - cdist.get_rank())"]
+)
+def test_exit_without_destroy_is_quiet(tmp_path, ending):
+    """K95."""
+    outcomes, seconds = _script(
+        tmp_path,
+        f"""
+        import sys, cdist, numpy
+        cdist.init_process_group()
+        cdist.all_reduce(numpy.ones(3))
+        cdist.barrier()
+        {ending}
+        """,
+    )
+    for code, out, err in outcomes:
+        assert (code, out) == (0, "")
+        assert not err
+    assert seconds < 10
+
+
+def test_import_has_no_side_effects():
+    program = """
+    import os, signal, sys, threading
+    before = (dict(os.environ), os.sched_getaffinity(0), len(os.listdir("/proc/self/task")), sys.excepthook,
+              [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGCHLD)],
+              len(os.listdir("/proc/self/fd")))
+    import numpy
+    threads = len(os.listdir("/proc/self/task"))
+    import cdist, cdist.store, cdist.recorder, cdist.elastic, cdist.doctor
+    after = (dict(os.environ), os.sched_getaffinity(0), before[2], sys.excepthook,
+             [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGCHLD)],
+             len(os.listdir("/proc/self/fd")))
+    assert before == after, (before, after)
+    assert len(os.listdir("/proc/self/task")) == threads
+    assert "torch" not in sys.modules
+    """
+    settings = dict(os.environ, PYTHONPATH=PYTHON)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=settings,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _cycles(rank, world, port, count):
+    chance = random.Random(rank)
+    store = _store(port)
+    for cycle in range(count):
+        cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=20)
+        x = np.full(3, rank + cycle)
+        cdist.all_reduce(x)
+        assert x[0] == sum(r + cycle for r in range(world))
+        cdist.destroy_process_group()
+        time.sleep(chance.random() * 0.05)
+
+
+def test_a_hundred_cycles_on_one_store(server):
+    """K91."""
+    run(_cycles, 4, server.port, 100, init=False, timeout=100)
+
+
+def _late(rank, world, port):
+    store = _store(port)
+    if rank == 1:
+        time.sleep(1.0)
+        limit = 10
+    else:
+        with pytest.raises(cdist.DistTimeoutError, match=r"missing ranks \[1\]"):
+            cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=0.5)
+        assert not cdist.is_initialized()
+        limit = 10
+    cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=limit)
+    x = np.ones(2)
+    cdist.all_reduce(x)
+    return float(x[0])
+
+
+def test_after_a_failed_init_the_next_one_works(server):
+    """K92."""
+    assert run(_late, 2, server.port, init=False) == [2.0, 2.0]
+
+
+def _baseline():
+    names = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    kinds = sorted(os.readlink(name).partition("[")[0] for name in names if os.path.islink(name))
+    return len(os.listdir("/proc/self/task")), kinds, threading.active_count()
+
+
+def _clean(rank, world, port):
+    store = _store(port)
+    store.set(f"warm{rank}", "x")
+    before = None
+    for _ in range(3):
+        cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=20)
+        work = cdist.all_reduce(np.ones(10), async_op=True)
+        work.wait()
+        half = cdist.new_group([0, 1])
+        if rank < 2:
+            cdist.all_reduce(np.ones(10), group=half, async_op=True).wait()
+            cdist.isend(np.ones(4), 1 - rank).wait()
+            cdist.recv(np.ones(4), 1 - rank)
+        cdist.barrier()
+        del work, half
+        cdist.destroy_process_group()
+        if before is None:
+            before = _baseline()
+    return before, _baseline(), store.num_keys()
+
+
+def test_threads_and_descriptors_go_back(server):
+    """K94."""
+    for before, after, _ in run(_clean, 3, server.port, init=False):
+        assert after == before
+    assert server.num_keys() == 3  # the warm ones
+
+
+def _fork(rank, world):
+    cdist.barrier()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            cdist.all_reduce(np.ones(2))
+            os.write(writer, b"worked")
+        except cdist.AbortedError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    text = b"".join(iter(lambda: os.read(reader, 4096), b""))
+    os.waitpid(pid, 0)
+    x = np.ones(2)
+    cdist.all_reduce(x)
+    return text.decode(), float(x[0])
+
+
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on():
+    for text, total in run(_fork, 2):
+        assert "forked" in text
+        assert total == 2.0
+
+
+def _interrupt(rank, world, where):
+    calls = {
+        "barrier": cdist.barrier,
+        "recv": lambda: cdist.recv(np.ones(2), 0),
+        "wait": lambda: cdist.all_reduce(np.ones(3), async_op=True).wait(),
+        "new_group": lambda: cdist.new_group([0, 1]),
+        "store": lambda: cdist.group.WORLD.get_group_store().get("never"),
+    }
+    if rank == 0:
+        time.sleep(1.0)
+        return None
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        calls[where]()
+    return time.monotonic() - start < 0.8
+
+
+@pytest.mark.parametrize("where", ["barrier", "recv", "wait", "new_group", "store"])
+def test_ctrl_c_in_every_blocking_call(where):
+    """K119."""
+    assert run(_interrupt, 2, where) == [None, True]
+
+
+def _init_interrupt(rank, world, port):
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        cdist.init_process_group(store=_store(port), rank=rank, world_size=2, timeout=20)
+    return time.monotonic() - start < 0.8
+
+
+def test_ctrl_c_in_init(server):
+    assert run(_init_interrupt, 1, server.port, init=False) == [True]
+
+
+def _queue_of_eight(rank, world):
+    cdist.barrier()
+    start, outcomes, works = time.monotonic(), [], []
+    for _ in range(8):
+        try:
+            works.append(cdist.all_reduce(np.ones(1 << 18), async_op=True))
+        except cdist.PeerLostError as error:  # already known
+            outcomes.append(error.rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for work in works:
+        try:
+            work.wait()
+            outcomes.append("done")
+        except cdist.PeerLostError as error:
+            outcomes.append(error.rank)
+    return outcomes, time.monotonic() - start < 2
+
+
+def test_every_queued_work_returns_or_raises():
+    """K08."""
+    outcomes = run(_queue_of_eight, 4, allow_failures=True)
+    for rank in (0, 2, 3):
+        results, soon = outcomes[rank]
+        assert soon
+        assert len(results) == 8
+        assert set(results) <= {"done", 1}
+
+
+def _cpu_while_waiting(rank, world):
+    x = np.ones(1 << 21)
+    cdist.all_reduce(x)
+    if rank == 2:
+        pid = os.getpid()
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {pid}"])
+        os.kill(pid, signal.SIGSTOP)
+    before, start = time.process_time(), time.monotonic()
+    y = np.ones(1 << 21)
+    cdist.all_reduce(y)
+    used, seconds = time.process_time() - before, time.monotonic() - start
+    return float(y[0]), used / seconds, seconds > 1
+
+
+def test_a_thawed_rank_goes_on_and_waiting_costs_little():
+    """K07."""
+    for rank, (total, share, waited) in enumerate(run(_cpu_while_waiting, 3, check_leftovers=False)):
+        assert total == 3.0
+        if rank != 2:
+            assert waited
+            assert share < 0.2
