@@ -150,6 +150,9 @@ static cd_status share_memory(cd_group *g, const cd_patience *patience)
         if (status == CD_IO || status == CD_NOT_FOUND || status == CD_PEER_LOST)
             return cd_fail_rank(CD_PEER_LOST, maker, "rank %d did not hand out the shared memory: %s", maker,
                                 cd_last_error()->text);
+        if (status == CD_TIMED_OUT)
+            return cd_fail_rank(CD_TIMED_OUT, maker, "rank %d, which makes the shared memory, did not come before the deadline",
+                                maker);
         CD_TRY(status);
     }
     return use_memory(g, g->segment.base);

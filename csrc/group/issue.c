@@ -68,8 +68,11 @@ cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
     }
     if (!cd_status_is_sticky(status))
         return status;
-    if (status == CD_PEER_LOST)
-        (void)cd_group_first_cause(g, status);
+    bool by_peer = status == CD_PEER_LOST || status == CD_ABORTED;
+    if (by_peer && !atomic_load_explicit(&g->closed, memory_order_acquire)) {
+        status = cd_group_first_cause(g, status);
+        error = *cd_last_error();
+    }
     if (atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE &&
         !atomic_load_explicit(&g->closed, memory_order_acquire)) {
         cd_fail_prefix("rank %d in %s (sequence %llu): ", g->world->rank, cd_kind_name(op->kind),

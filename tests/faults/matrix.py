@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 
-import numpy as np
-
 import cdist
+import numpy as np
 from cdist.testing import RankFailedError, run
 
 WORLD = 3
@@ -265,7 +264,7 @@ def _expected(cell):
     if fault == "exception":
         return {"PeerLostError"}, "BoomError"
     if fault == "exit 0":
-        return {"PeerLostError"}, "left|closed"
+        return {"PeerLostError"}, "left|closed|gone|hand out"
     return {"PeerLostError"}, "cut" if fault == "sockets cut" else "lost|left|closed"
 
 
@@ -285,11 +284,20 @@ def _judge(cell, outcomes):
             continue
         _, kind, blamed, said, seconds, sticky = outcome
         times[rank] = seconds
+        hub_frozen = fault == "SIGSTOP" and cell["transport"] == "tcp" and victim == 0
+        if (
+            hub_frozen and kind == "AbortedError"
+        ):  # of a rank that timed out first, whose reason rank 0 did not pass on
+            continue
         if kind not in kinds:
             problems.append(f"rank {rank} raised {kind}: {said}")
-        # Whoever's connections are cut thinks the same of rank 0, which all are connected to.
-        # In a ring of messages each is late for its neighbour.
-        excused = (fault == "sockets cut" and blamed == 0) or (fault == "SIGSTOP" and "ring" in cell["call"])
+        # In a ring of messages each is late for its neighbour. Whose connections are all cut thinks that the others are lost.
+        # Between hosts rank 0 passes the first cause on: when it is the victim, a rank may see only who failed because of it.
+        excused = (
+            (fault == "SIGSTOP" and "ring" in cell["call"])
+            or (fault == "sockets cut" and (blamed == 0 or victim == 0))
+            or (cell["transport"] == "tcp" and victim == 0)
+        )
         if blamed != victim and not excused:
             problems.append(f"rank {rank} blames rank {blamed}: {said}")
         if not re.search(text, said):
