@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from cdist import ReduceOp
 
-TRANSPORTS = ["shm"]
+TRANSPORTS = ["shm", "tcp"]
 
 NUMBERS = [
     "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",

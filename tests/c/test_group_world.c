@@ -228,7 +228,7 @@ static void same_rank(int rank, void *ctx)
 int main(void)
 {
     cd_store_init(&store.base, &table_ops);
-    for (int tcp = 0; tcp < 1; tcp++) {
+    for (int tcp = 0; tcp < 2; tcp++) {
         use_tcp = tcp;
         test_everything();
         world_size = 3;

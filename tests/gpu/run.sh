@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs real GPUs, in at most nine minutes: builds the tree in place, runs the suite, compute-sanitizer over the
-# kernels, the benchmarks. Each step has its own limit and a log under $OUT; a failed step does not stop the others.
+# kernels, the benchmarks. Each step has its own limit; all output is in $OUT/run.log; a failed step does not stop the others.
 #   OUT=folder tests/gpu/run.sh [all|test|bench]
 cd "$(dirname "$0")/../.." || exit 1
 what=${1:-all}
 OUT=${OUT:-build/gpu}
 mkdir -p "$OUT" build/gpu
+: >"$OUT/run.log"
 export NCCL_NVLS_ENABLE=0 PYTHONPATH=python:tests PYTHONUNBUFFERED=1
 PY=${PY:-python3}
 CC=${CC:-gcc}
@@ -15,10 +16,12 @@ step() { # name seconds command…
     local name=$1 limit=$2 start=$SECONDS status
     shift 2
     echo "== $name"
-    timeout -k 5 "$limit" "$@" >"$OUT/$name.log" 2>&1
+    timeout -k 5 "$limit" "$@" >"build/gpu/$name.log" 2>&1
     status=$?
-    tail -n 25 "$OUT/$name.log"
+    tail -n 25 "build/gpu/$name.log"
     echo "== $name: exit $status after $((SECONDS - start)) s"
+    # One file: a machine that sends results back may take only a few.
+    { echo "== $name: exit $status"; cat "build/gpu/$name.log"; } >>"$OUT/run.log"
     [ $status = 0 ] || failed="$failed $name"
 }
 
