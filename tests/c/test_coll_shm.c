@@ -6,8 +6,9 @@ static void add_sizes(case_list *l, cd_kind kind, cd_coll_func run, size_t limit
     for (size_t i = 0; i < n; i++)
         for (int layout = 0; layout < LAYOUTS; layout++) {
             size_t pick = l->count;
-            /* Large ones in one layout each: time. */
-            if (sizes[i] > 5000 && sizes[i] < SIZE_MAX / 64 && layout != (int)(i + (size_t)kind) % LAYOUTS)
+            /* Large ones and large worlds in one layout each: time. */
+            if ((sizes[i] > 5000 || l->g->world == 3 || l->g->world > 4) && sizes[i] < SIZE_MAX / 64 &&
+                layout != (int)(i + (size_t)kind) % LAYOUTS)
                 continue;
             test_case c = {.kind = kind, .run = run, .count = sizes[i], .layout = layout, .in_place = pick % 3 == 0,
                            .lists = pick % 2 == 0};
@@ -40,7 +41,7 @@ static void test_matrix(int world)
         add_sizes(&l, (cd_kind)kind, cd_shm_small_run, cd_shm_small_limit(world), small, 11);
         if (kind == CD_BARRIER)
             continue;
-        size_t n = world > 5 ? 6 : 9;
+        size_t n = world > 5 ? 5 : 9;
         add_sizes(&l, (cd_kind)kind, is_reduction((cd_kind)kind) ? cd_shm_stage_run : cd_shm_move_run, SIZE_MAX, large, n);
         add_sizes(&l, (cd_kind)kind, NULL, SIZE_MAX, large, n - 3);
     }
@@ -53,7 +54,7 @@ static void test_matrix(int world)
 
 static void add_large(case_list *l)
 {
-    size_t count = ((size_t)1 << 20) + 12345;
+    size_t count = ((size_t)1 << 19) + 12345;
     for (int kind = CD_ALL_REDUCE; kind <= CD_ALL_TO_ALL; kind++) {
         cd_coll_func run = is_reduction((cd_kind)kind) ? cd_shm_stage_run : cd_shm_move_run;
         test_case c = {.kind = (cd_kind)kind, .run = run, .dtype = CD_FLOAT32, .redop = CD_SUM, .item = 4, .count = count};
