@@ -350,7 +350,8 @@ cd_status cd_tcp_store_open(const char *host, uint16_t port, const cd_secret *se
 cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const cd_patience *patience)
 {
     tcp_store *s = (tcp_store *)store;
-    uint64_t began = cd_now_ns();
+    uint64_t left_ns = cd_deadline_left_ns(patience->deadline);
+    uint64_t budget_s = left_ns / CD_NS_PER_S + (left_ns % CD_NS_PER_S != 0); /* connecting took a part of it already */
     int64_t joined;
     cd_bytes key = cd_bytes_of(INIT_KEY);
     CD_TRY(tcp_add_raw(s, key, 1, &joined, patience));
@@ -360,7 +361,7 @@ cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const
         cd_status status = cd_waiter_check(&waiter);
         if (status == CD_TIMED_OUT)
             return cd_fail(CD_STORE_TIMEOUT, "Timed out after %" PRIu64 " seconds waiting for clients. %" PRId64 "/%" PRId64
-                           " clients joined.", (cd_now_ns() - began) / CD_NS_PER_S, joined, world);
+                           " clients joined.", budget_s, joined, world);
         CD_TRY(status);
         cd_sleep_ns(cd_deadline_left_ns(cd_deadline_earlier(pause, patience->deadline)));
         CD_TRY(tcp_add_raw(s, key, 0, &joined, patience));

@@ -1,7 +1,9 @@
-"""The fault matrix: what strikes, in which call, over which transport, at which rank; and what every rank must raise.
+"""The fault matrix: what strikes, in which call, over which transport, at which rank; and what every rank
+must raise.
 
-A cell is one world of three forked ranks that repeat one call. After a few rounds the victim is struck; every other rank must
-raise what the fault promises, in time. The times are collected for the table in docs/failures.md.
+A cell is one world of three forked ranks that repeat one call. After a few rounds the victim is struck;
+every other rank must raise what the fault promises, in time. The times are collected for the table in
+docs/failures.md.
 """
 
 import atexit
