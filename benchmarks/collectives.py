@@ -7,8 +7,8 @@
 
 Each repetition starts a short job for each contestant in turn and each operation. A figure is the median
 (and the best) over the batches of all repetitions of the time that the slowest rank took for one call;
-float32, blocking. The folder --out gets figures.json (added to when it is there, so that a run can be made in pieces)
-and, where matplotlib is installed, a plot for each number of ranks.
+float32, blocking. The folder --out gets figures.json (added to when it is there, so that a run can be made in
+pieces) and, where matplotlib is installed, a plot for each number of ranks.
 """
 
 import argparse

@@ -2,8 +2,12 @@
 
 #include "base/host.h"
 
+#include <linux/futex.h>
 #include <sched.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 /* A nap is short enough not to be felt in a collective of a millisecond, long enough to leave the core to a peer. */
 #define NAP_NS UINT64_C(50000)
@@ -57,6 +61,27 @@ cd_patience cd_patience_until(cd_deadline deadline, int ranks)
     return (cd_patience){.deadline = deadline, .spin = crowded ? 0 : SPIN_DEFAULT, .yields = YIELDS_DEFAULT};
 }
 
+void cd_bell_ring(cd_bell *bell)
+{
+    /* Release and acquire in one order with the sleeper's exchange below: either it sees RUNG, or we see AWAITED. What the
+     * sleeper looks for was posted before with its own release. */
+    if (atomic_exchange_explicit(&bell->state, CD_BELL_RUNG, memory_order_acq_rel) == CD_BELL_AWAITED)
+        syscall(SYS_futex, &bell->state, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+}
+
+/* Sleeps until the bell rings, a signal comes or `ms` are over. False if it had rung before: then there is nothing to wait for. */
+static bool sleep_on(cd_bell *bell, int ms)
+{
+    uint32_t quiet = CD_BELL_QUIET;
+    if (!atomic_compare_exchange_strong_explicit(&bell->state, &quiet, CD_BELL_AWAITED, memory_order_acq_rel,
+                                                 memory_order_acquire) &&
+        quiet == CD_BELL_RUNG)
+        return false;
+    struct timespec most = {.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000L};
+    syscall(SYS_futex, &bell->state, FUTEX_WAIT_PRIVATE, CD_BELL_AWAITED, &most, NULL, 0);
+    return true;
+}
+
 cd_waiter cd_waiter_start(const cd_patience *patience)
 {
     return (cd_waiter){.patience = patience};
@@ -104,6 +129,8 @@ cd_status cd_waiter_turn(cd_waiter *waiter)
     }
     waiter->napping = true;
     waiter->turns++;
+    if (p->bell && sleep_on(p->bell, cd_waiter_nap_ms(waiter)))
+        return CD_OK;
     cd_sleep_ns(turn - p->spin - p->yields < SHORT_NAPS ? NAP_NS : LONG_NAP_NS);
     return CD_OK;
 }

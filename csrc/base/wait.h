@@ -1,7 +1,7 @@
 /* The one wait loop. Whoever waits for a word in memory, for a socket or for both, does it through here, so that the
  * deadline, the abort word, Ctrl-C and the courtesy to other threads are in one place.
  *
- * Phases: spin with pause → sched_yield → naps of 50 µs. Abort and deadline are looked at after the spin, then each turn. */
+ * Phases: spin with pause → sched_yield → naps of 50 µs, or sleep until a bell rings. Abort and deadline are looked at after the spin, then each turn. */
 #ifndef CD_BASE_WAIT_H
 #define CD_BASE_WAIT_H
 
@@ -35,6 +35,17 @@ cd_status cd_cause_check(cd_cause *cause);
  * first call and looks at signals at the later ones. A non-OK answer ends the wait with that status. */
 typedef cd_status (*cd_idle_func)(void *ctx);
 
+/* For a word whose writer lives in the same process and can wake who sleeps: it posts the word, then rings, once. Zero is a
+ * bell that has not rung. */
+typedef struct {
+    _Atomic uint32_t state; /* CD_BELL_* */
+} cd_bell;
+
+enum { CD_BELL_QUIET = 0, CD_BELL_AWAITED = 1, CD_BELL_RUNG = 2 };
+
+/* Any thread, never blocks; a syscall only if somebody sleeps. The bell must outlive the call. */
+void cd_bell_ring(cd_bell *bell);
+
 /* How long and how a wait may go on. A value: copy it, set what differs. All pointers may be NULL. */
 typedef struct {
     cd_deadline deadline;
@@ -43,6 +54,7 @@ typedef struct {
     const int32_t *world_ranks;    /* world rank of each peer, for texts; NULL: the same number */
     cd_idle_func idle;
     void *idle_ctx;
+    cd_bell *bell;                 /* rings after the word was posted: slept on instead of naps, 50 ms at a time */
     uint32_t spin;                 /* pauses before the first yield; 0 where ranks outnumber cores */
     uint32_t yields;               /* sched_yields before the first nap */
 } cd_patience;

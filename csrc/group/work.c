@@ -1,5 +1,7 @@
 #include "group/work_impl.h"
 
+#include "base/host.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -116,6 +118,7 @@ void cd_work_complete(cd_work *work, cd_status status)
         cd_record_end(work->record, work->ticket, status == CD_OK, true);
     /* Release: who sees done sees the fields above and the data. */
     atomic_store_explicit(&work->done, 1, memory_order_release);
+    cd_bell_ring(&work->bell);
 }
 
 static bool poll_event(cd_work *work)
@@ -163,6 +166,11 @@ static cd_status wait_done(cd_work *work, cd_patience *patience)
             return CD_OK;
         return status;
     }
+    /* Each rank has a worker that needs the core more than we do, who only wait for it: where cores are fewer than both, sleep
+     * at once. */
+    patience->bell = &work->bell;
+    if (2 * cd_world_local_size(work->group->world) > cd_host_cores())
+        patience->spin = patience->yields = 0;
     return cd_wait_at_least(&work->done, 1, -1, patience);
 }
 

@@ -7,6 +7,7 @@
 struct cd_work {
     _Atomic int refs;
     _Atomic uint64_t done; /* 1 when complete (release: status, error and data are visible) */
+    cd_bell bell;          /* of done: rung by the worker */
     _Atomic uint32_t finishing; /* p2p: the right to finish */
     cd_work *next; /* in the queue, or among the orphans */
     cd_group *group;

@@ -182,7 +182,8 @@ static uint64_t jitter(uint64_t most)
 
 cd_status cd_sock_back_off(int attempt, cd_waiter *waiter)
 {
-    uint64_t pause = (UINT64_C(10) << (attempt < 7 ? attempt : 7)) * CD_NS_PER_MS;
+    /* From 1 ms, since the ranks of a host start together and the one that listens may be a moment late. */
+    uint64_t pause = (UINT64_C(1) << (attempt < 10 ? attempt : 10)) * CD_NS_PER_MS;
     if (pause > CD_NS_PER_S)
         pause = CD_NS_PER_S;
     cd_deadline end = cd_deadline_after_ns(pause / 2 + jitter(pause));

@@ -356,8 +356,11 @@ cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const
     cd_bytes key = cd_bytes_of(INIT_KEY);
     CD_TRY(tcp_add_raw(s, key, 1, &joined, patience));
     cd_waiter waiter = cd_waiter_start(patience);
+    /* Ranks of a host come within milliseconds of each other: look often at first. */
+    uint64_t nap_ns = CD_NS_PER_MS / 2;
     while (wait_all && joined < world) {
-        cd_deadline pause = cd_deadline_after_ns(10 * CD_NS_PER_MS);
+        cd_deadline pause = cd_deadline_after_ns(nap_ns);
+        nap_ns = nap_ns < 8 * CD_NS_PER_MS ? 2 * nap_ns : nap_ns;
         cd_status status = cd_waiter_check(&waiter);
         if (status == CD_TIMED_OUT)
             return cd_fail(CD_STORE_TIMEOUT, "Timed out after %" PRIu64 " seconds waiting for clients. %" PRId64 "/%" PRId64

@@ -5,12 +5,10 @@ a host share, so a rank can tell also what a dead or frozen neighbour was at.
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -124,8 +122,12 @@ def dump(path=None, reason="asked") -> str:
         OSError: the file cannot be written.
 
     """
+    import json  # here and below: set-up is quicker without what only a dump needs
+
     found = collect(reason)
     if path is None:
+        import tempfile
+
         folder = os.environ.get("CDIST_DUMP_DIR") or tempfile.gettempdir()
         path = os.path.join(folder, f"cdist-rank{found['rank']}-pid{found['pid']}.json")
     path = os.fspath(path)

@@ -1,6 +1,5 @@
 """Groups of some of the ranks."""
 
-import hashlib
 import os
 import sys
 import warnings
@@ -92,6 +91,8 @@ def new_group(
     made._backend, made._config, made._store = name, config, world._store
     made.group_name = number
     if use_local_synchronization:
+        import hashlib  # takes as long to load as half of cdist
+
         digest = hashlib.sha1("_".join(map(str, chosen)).encode(), usedforsecurity=False).hexdigest()
         made.group_name = f"{digest}_{number}"
     made.group_desc = group_desc or "undefined"

@@ -3,6 +3,8 @@
 
 #include "base/wait.h"
 
+#include <pthread.h>
+
 static void test_value_beats_abort(void)
 {
     _Atomic uint64_t word = 3;
@@ -57,12 +59,52 @@ static void test_idle_is_called_and_can_end_the_wait(void)
     CHECK(calls == 2);
 }
 
+/* Posts the word, then rings; the bell may ring before, while or after the other side lies down. */
+typedef struct {
+    _Atomic uint64_t word;
+    cd_bell bell;
+} bell_case;
+
+static void *ring(void *arg)
+{
+    bell_case *c = arg;
+    atomic_store_explicit(&c->word, 1, memory_order_release);
+    cd_bell_ring(&c->bell);
+    return NULL;
+}
+
+static void test_bell_wakes_who_sleeps_on_it(void)
+{
+    for (int i = 0; i < 200; i++) {
+        bell_case c = {0};
+        cd_patience patience = cd_patience_until(CD_NEVER, 1);
+        patience.bell = &c.bell;
+        patience.spin = patience.yields = 0;
+        pthread_t thread;
+        CHECK(pthread_create(&thread, NULL, ring, &c) == 0);
+        CHECK_OK(cd_wait_at_least(&c.word, 1, -1, &patience));
+        pthread_join(thread, NULL);
+        CHECK(atomic_load(&c.bell.state) == CD_BELL_RUNG);
+    }
+}
+
+static void test_bell_that_never_rings_keeps_the_deadline(void)
+{
+    bell_case c = {0};
+    cd_patience patience = cd_patience_until(cd_deadline_after_ns(5 * CD_NS_PER_MS), 1);
+    patience.bell = &c.bell;
+    patience.spin = patience.yields = 0;
+    CHECK_FAILS(cd_wait_at_least(&c.word, 1, -1, &patience), CD_TIMED_OUT);
+}
+
 int main(void)
 {
     test_value_beats_abort();
     test_deadline_names_peer();
     test_departure_ends_wait_for_that_peer_only();
     test_idle_is_called_and_can_end_the_wait();
+    test_bell_wakes_who_sleeps_on_it();
+    test_bell_that_never_rings_keeps_the_deadline();
     puts("base wait: ok");
     return 0;
 }
