@@ -53,6 +53,15 @@ sanitize:       ## the C tests under ASan+UBSan and under TSan
 	@$(MAKE) -s -C tests/c SAN=address,undefined
 	@$(MAKE) -s -C tests/c SAN=thread
 
+SANITIZED := build/sanitize-python
+SANITIZED_TESTS ?= store p2p objects reducer collectives
+sanitize-python: ## some of the Python tests on an extension under ASan+UBSan (needs gcc)
+	@CDIST_SANITIZE=address,undefined CC=gcc $(PY) setup.py -q build_ext -j2 --build-lib $(SANITIZED) --build-temp $(SANITIZED)-objects
+	@tar -C python --exclude='*.so' --exclude=__pycache__ -cf - cdist | tar -C $(SANITIZED) -xf -
+	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" PYTHONPATH=$(SANITIZED) \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1,halt_on_error=1 \
+	    $(PYTEST) -p no:cacheprovider -p no:faulthandler $(SANITIZED_TESTS:%=tests/test_%.py)
+
 lint:           ## ruff and the layering and style tests
 	$(PY) -m ruff check python tests benchmarks examples setup.py
 	$(PYTEST) tests/test_layering.py tests/test_style.py
@@ -69,4 +78,4 @@ bench-gpu:      ## cdist beside torch.distributed and raw NCCL on real GPUs
 clean:
 	rm -rf build dist $(VENV) python/cdist/*.so python/*.egg-info
 
-.PHONY: help train test test-quick tools dev test-c sanitize lint bench test-gpu bench-gpu clean
+.PHONY: help train test test-quick tools dev test-c sanitize sanitize-python lint bench test-gpu bench-gpu clean

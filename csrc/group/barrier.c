@@ -14,6 +14,7 @@ typedef struct {
     cd_match match;
     cd_xfer *xfers; /* [size] */
     uint8_t *arrived, *missing; /* [size] */
+    uint64_t limit_ns;          /* how long the caller is willing to wait */
 } roll_call;
 
 static cd_patience patience_of(const cd_group *g, const cd_patience *patience)
@@ -105,8 +106,9 @@ static cd_status judge(roll_call *call, uint8_t *missing)
     if (!count)
         return CD_OK;
     if (g->rank == 0)
-        return cd_fail_rank(CD_WAIT_EXPIRED, first, "[Rank %d]: Rank%s %s failed to pass monitoredBarrier in time",
-                            g->world->rank, count > 1 ? "s" : "", list);
+        return cd_fail_rank(CD_WAIT_EXPIRED, first, "[Rank %d]: Rank%s %s failed to pass monitoredBarrier in %llu ms",
+                            g->world->rank, count > 1 ? "s" : "", list,
+                            (unsigned long long)((call->limit_ns + CD_NS_PER_MS / 2) / CD_NS_PER_MS));
     return cd_fail_rank(CD_WAIT_EXPIRED, first,
                         "Rank %d successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
                         "rank %d. Please check rank %d logs for faulty rank: missing rank%s %s",
@@ -119,7 +121,7 @@ cd_status cd_group_monitored_barrier(cd_group *g, bool wait_all, const cd_patien
     if (g->size == 1)
         return CD_OK;
     size_t size = (size_t)g->size;
-    roll_call call = {.group = g};
+    roll_call call = {.group = g, .limit_ns = cd_deadline_left_ns(patience->deadline)};
     call.xfers = calloc(size, sizeof *call.xfers);
     call.arrived = calloc(size, 2);
     cd_status status = call.xfers && call.arrived ? CD_OK : cd_fail(CD_NO_MEMORY, "monitored_barrier: no memory");

@@ -435,6 +435,11 @@ int cd_group_size(const cd_group *g)
     return g->size;
 }
 
+uint32_t cd_group_pending(const cd_group *g)
+{
+    return atomic_load_explicit(&g->pending, memory_order_relaxed); /* a number for a text: orders nothing */
+}
+
 const int32_t *cd_group_world_ranks(const cd_group *g)
 {
     return g->world_ranks;

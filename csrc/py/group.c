@@ -253,6 +253,13 @@ static PyObject *announce_death(PyObject *object, PyObject *why)
     Py_RETURN_NONE;
 }
 
+static PyObject *count_pending(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    cd_py_group *self = (cd_py_group *)object;
+    return PyLong_FromUnsignedLong(self->group ? cd_group_pending(self->group) : 0);
+}
+
 static int traverse_group(PyObject *object, visitproc visit, void *arg)
 {
     cd_py_group *self = (cd_py_group *)object;
@@ -408,6 +415,7 @@ static PyMethodDef methods[] = {
     {"set_timeout", set_timeout, METH_O,
      "set_timeout($self, timeout, /)\n--\n\nDefault timeout of later operations: a timedelta or seconds."},
     {"_announce_death", announce_death, METH_O, "Tells all peers why this rank goes."},
+    {"_pending", count_pending, METH_NOARGS, "Number of queued collectives that are not complete."},
     {"_local", get_local, METH_NOARGS, "(rank, size) among the ranks of this host."},
     {"_check", check_group, METH_NOARGS, "Raises what broke the group, if anything did."},
     {"_monitored_barrier", monitored_barrier, METH_VARARGS, "_monitored_barrier(timeout, wait_all_ranks)"},

@@ -261,6 +261,9 @@ static void bury(cd_server *s)
     while (s->hub.doomed) {
         conn *c = s->hub.doomed;
         s->hub.doomed = c->next_doomed;
+        /* A forked process may still hold the socket open: then closing it would leave it in the epoll, with a pointer to
+         * freed memory. Not in free_conn, since a fork that frees its copy shares the epoll with us. */
+        epoll_ctl(s->epoll, EPOLL_CTL_DEL, c->fd, NULL);
         free_conn(s, c);
     }
 }

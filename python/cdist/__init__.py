@@ -34,6 +34,8 @@ from cdist.collectives import (
     barrier,
     broadcast,
     gather,
+    gather_into_tensor,
+    gather_single,
     monitored_barrier,
     reduce,
     reduce_scatter,
@@ -120,7 +122,6 @@ _LAZY = {
     **dict.fromkeys(
         [
             "DistributedDataParallel",
-            "DataParallel",
             "GradientReducer",
             "Parameter",
             "GradBucket",
@@ -130,6 +131,7 @@ _LAZY = {
         ],
         "cdist.parallel",
     ),
+    **dict.fromkeys(["breakpoint", "record_comm"], "cdist.debugging"),
     "dump": "cdist.recorder",
     "shrink": "cdist.elastic",
     "spawn": "cdist.multiprocessing",
@@ -138,6 +140,7 @@ _LAZY_MODULES = frozenset(
     [
         "collectives",
         "constants",
+        "debugging",
         "device_mesh",
         "doctor",
         "elastic",
@@ -146,6 +149,7 @@ _LAZY_MODULES = frozenset(
         "launch",
         "memory",
         "multiprocessing",
+        "nn",
         "objects",
         "p2p",
         "parallel",
@@ -154,8 +158,8 @@ _LAZY_MODULES = frozenset(
         "sampler",
         "store",
         "testing",
+        "utils",
         "algorithms",
-        "optim",
     ]
 )
 
@@ -197,6 +201,8 @@ __all__ = [
     "all_gather_single",
     "all_gather_v",
     "gather",
+    "gather_into_tensor",
+    "gather_single",
     "scatter",
     "reduce_scatter",
     "reduce_scatter_tensor",
@@ -262,7 +268,6 @@ __all__ = [
     "register_rendezvous_handler",
     # training
     "DistributedDataParallel",
-    "DataParallel",
     "GradientReducer",
     "Parameter",
     "GradBucket",
@@ -271,6 +276,8 @@ __all__ = [
     # failures
     "dump",
     "shrink",
+    "breakpoint",
+    "record_comm",
     # backends and debugging
     "Backend",
     "BackendConfig",

@@ -39,38 +39,12 @@ class Backend(str):
         MPI: ["cpu", "cuda"],
     }
     backend_type_map: dict = {}
-    _plugins: dict = {}
 
     def __new__(cls, name: str):
         if not isinstance(name, str):
             raise ValueError(f"Backend constructor parameter must be string-ish, but got {name!r}")
         known = getattr(cls, name.upper(), None)
         return str.__new__(cls, known if isinstance(known, str) else name.lower())
-
-    @classmethod
-    def register_backend(cls, name, func, extended_api=False, devices=None) -> None:
-        """Add a backend: ``func(store, rank, size, timeout)`` returns its group object.
-
-        Args:
-            name: any; becomes the attribute ``Backend.NAME``.
-            func: called by init_process_group and new_group; with `extended_api` as ``func(options, backend_options)``.
-            extended_api: see func.
-            devices: device types it serves, a name or a list of names; None is cpu and cuda.
-
-        """
-        lower = name.lower()
-        if lower in cls._plugins or lower in (cls.GLOO, cls.NCCL):
-            raise RuntimeError(f"the backend {name!r} is registered already")
-        devices = (
-            ["cpu", "cuda"] if devices is None else [devices] if isinstance(devices, str) else list(devices)
-        )
-        setattr(cls, name.upper(), lower)
-        if lower not in cls.backend_list:
-            cls.backend_list.append(lower)
-        cls.backend_capability[lower] = devices
-        for device in devices:
-            cls.default_device_backend_map.setdefault(device, lower)
-        cls._plugins[lower] = (func, extended_api)
 
 
 class BackendConfig:
@@ -151,7 +125,7 @@ def is_backend_available(backend: str) -> bool:
         )
     if text == "nccl":
         return is_nccl_available()
-    return text == "gloo" or text in Backend._plugins
+    return text == "gloo"
 
 
 def get_default_backend_for_device(device) -> str:
@@ -174,7 +148,7 @@ def check(backend: str) -> None:
     """Raise for names that nobody offers."""
     if ":" in backend:
         for name in BackendConfig(backend).get_device_backend_map().values():
-            if name not in ("gloo", "nccl") and name not in Backend._plugins:
+            if name not in ("gloo", "nccl"):
                 check(name)
         return
     if backend == "nccl" and not is_nccl_available():
@@ -183,5 +157,5 @@ def check(backend: str) -> None:
         )
     if backend in ("mpi", "ucc", "xccl"):
         raise RuntimeError(f"Distributed package doesn't have {backend.upper()} built in")
-    if backend not in ("gloo", "nccl", "undefined") and backend not in Backend._plugins:
+    if backend not in ("gloo", "nccl", "undefined"):
         raise AssertionError(f"Unknown backend type {backend}")

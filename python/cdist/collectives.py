@@ -31,6 +31,8 @@ __all__ = [
     "all_gather_single",
     "all_gather_v",
     "gather",
+    "gather_into_tensor",
+    "gather_single",
     "scatter",
     "reduce_scatter",
     "reduce_scatter_tensor",
@@ -84,6 +86,47 @@ def monitored_barrier(group=None, timeout=None, wait_all_ranks=False) -> None:
     group = _member(group, "monitored_barrier")
     if group is not None:
         group._monitored_barrier(timeout, wait_all_ranks)
+
+
+def gather_into_tensor(
+    tensor, gather_tensor=None, dst=None, group=None, async_op=False, group_dst=None, timeout=None
+):
+    """Gather arrays of one shape into one array on the rank `dst`.
+
+    Args:
+        tensor: any shape, the same on all ranks.
+        gather_tensor: on `dst` an array of shape ``(ranks * n, …)`` or ``(ranks, n, …)`` for inputs ``(n, …)``;
+            None elsewhere.
+        dst: global rank; None is 0.
+        group: the ranks that take part; None is the default group.
+        async_op: return a Work at once.
+        group_dst: rank in the group, instead of `dst`.
+        timeout: seconds or timedelta; None is the group's.
+
+    Raises:
+        ValueError: `gather_tensor` is missing on `dst`, given elsewhere, or of another shape.
+
+    """
+    group = _member(group, "gather_into_tensor")
+    if group is None:
+        return None
+    parts = None
+    if gather_tensor is not None:
+        size, shape = group.size(), tuple(tensor.shape)
+        rows = shape[0] if shape else 1
+        if tuple(gather_tensor.shape) == (size, *shape):
+            parts = [gather_tensor[rank, ...] for rank in range(size)]
+        elif shape and tuple(gather_tensor.shape) == (size * rows, *shape[1:]):
+            parts = [gather_tensor[rank * rows : (rank + 1) * rows] for rank in range(size)]
+        else:
+            raise ValueError(
+                f"gather_into_tensor: {size} inputs of shape {shape} do not fit gather_tensor of shape "
+                f"{tuple(gather_tensor.shape)}"
+            )
+    return gather(tensor, parts, dst, group, async_op, group_dst, timeout)
+
+
+gather_single = gather_into_tensor
 
 
 def _like(tensor, shape):

@@ -94,9 +94,9 @@ class _DeprecatedReduceOp:
 reduce_op = _DeprecatedReduceOp()
 
 
-def supports_complex(op) -> bool:
+def supports_complex(reduceOp) -> bool:
     """Return whether the reduction is defined for complex numbers."""
-    return _core._reduces(op, "complex64")
+    return _core._reduces(reduceOp, "complex64")
 
 
 _MOVES = frozenset(

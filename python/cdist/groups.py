@@ -203,6 +203,10 @@ def _install_hooks(rank):
         if world is not None:
             with contextlib.suppress(Exception):
                 world._announce_death(f"rank {rank} ended with {kind.__name__}: {error}"[:900])
+        if not issubclass(kind, KeyboardInterrupt) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from cdist.launch.record import write_error
+
+            write_error(error)  # for the launcher's report, as @record does
         text = io.StringIO()
         with contextlib.redirect_stderr(text):
             previous(kind, error, trace)
@@ -218,10 +222,18 @@ def _install_hooks(rank):
 
 
 def _teardown():
-    """At exit: closes what the program left open, without a word."""
+    """Close, at exit, what the program left open. Says a word only of operations still under way."""
     with contextlib.suppress(Exception):
-        if is_initialized():
-            destroy_process_group()
+        if not is_initialized():
+            return
+        pending = sum(group._pending() for group in _registry.groups)
+        rank = get_rank()
+        destroy_process_group()
+        if pending:
+            sys.stderr.write(
+                f"[rank{rank}]: cdist: {pending} asynchronous operation(s) were not complete when the program "
+                f"ended, and were aborted: call wait() on each Work\n"
+            )
 
 
 def destroy_process_group(group=None) -> None:

@@ -284,3 +284,14 @@ def spawn(fn, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
         warnings.warn(f"spawn with start_method={start_method!r}: use start_processes for that",
                       FutureWarning, stacklevel=2)
     return start_processes(fn, args, nprocs, join, daemon, start_method)
+
+
+def __getattr__(name):
+    """Everything else is the standard library's: ``Queue``, ``Process``, ``get_context``, …"""
+    if name in mp.__all__:
+        return getattr(mp, name)
+    raise AttributeError(f"module 'cdist.multiprocessing' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(set(globals()) | set(mp.__all__))

@@ -138,6 +138,36 @@ class ProcessGroup(_core.ProcessGroup):
         return _core.all_to_all_single(output, input, output_split_sizes, input_split_sizes, self, True,
                                        self._limit(options))  # fmt: skip
 
+    def allreduce_coalesced(self, tensors, options=None):
+        """Start all_reduce of several tensors; a Future of the list."""
+        from cdist.collectives import all_reduce_coalesced
+
+        return all_reduce_coalesced(tensors, getattr(options, "reduceOp", ReduceOp.SUM), self, True)
+
+    def allgather_coalesced(self, output_tensor_lists, input_tensors, options=None):
+        """Start all_gather of several tensors; a Future of the lists."""
+        from cdist.collectives import all_gather_coalesced
+
+        return all_gather_coalesced(output_tensor_lists, input_tensors, self, True)
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
+    def split_group(self, ranks, timeout=None, opts=None, group_name=None, group_desc=None):
+        """Make a group of some ranks of this one, given as ranks in it. Only they call it."""
+        from cdist.subgroups import split_group
+
+        return split_group(self, [list(ranks)], timeout, opts, group_desc)
+
+    def boxed(self):
+        """Return itself."""
+        return self
+
+    def unbox(self):
+        """Return itself."""
+        return self
+
     def barrier(self, options=None, timeout=None):
         """Start a barrier."""
         return _core.barrier(self, True, None, self._limit(options, timeout))

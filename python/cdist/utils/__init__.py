@@ -1,0 +1,1 @@
+"""Shims under the paths of torch.utils."""

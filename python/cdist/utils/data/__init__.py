@@ -1,0 +1,1 @@
+"""``cdist.utils.data.distributed``."""

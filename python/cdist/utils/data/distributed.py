@@ -1,0 +1,5 @@
+"""DistributedSampler under torch's path."""
+
+from cdist.sampler import DistributedSampler
+
+__all__ = ["DistributedSampler"]

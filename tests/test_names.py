@@ -1,0 +1,269 @@
+"""Our public names against torch's: each is there, or docs/torch-names.md says why not."""
+
+import importlib
+import importlib.util
+import inspect
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import cdist
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PYTHON = str(Path(cdist.__file__).parent.parent)
+ENVIRON = {"PYTHONPATH": PYTHON, "PATH": os.environ["PATH"]}
+# Names that come with the module over torch modules.
+ABSENT = set() if importlib.util.find_spec("cdist.parallel.torch_module") else {"GradBucket", "algorithms"}
+
+
+def documented():
+    """Names by section of docs/torch-names.md, each with its reason."""
+    sections, rows = {}, None
+    for line in (ROOT / "docs/torch-names.md").read_text().splitlines():
+        if line.startswith("#"):
+            rows = sections.setdefault(line.lstrip("# "), {})
+        elif match := re.fullmatch(r"\| `(\w+)` \| (.+) \|", line):
+            rows[match[1]] = match[2]
+    return sections
+
+
+def public(module):
+    names = getattr(module, "__all__", None)
+    if names is not None:
+        return set(names)
+    return {name for name in dir(module) if not name.startswith("_")}
+
+
+def from_elsewhere(value):
+    """Things that a module merely imported."""
+    if isinstance(value, types.ModuleType):
+        return not value.__name__.startswith("torch.distributed")
+    return getattr(value, "__module__", None) in ("datetime", "typing")
+
+
+def compare(theirs, ours, section):
+    reasons = documented().get(section, {})
+    missing = {name for name in theirs if not hasattr(ours, name)}
+    assert not missing - set(reasons), "neither there nor explained in docs/torch-names.md"
+    there = {name for name in reasons if hasattr(ours, name)}
+    assert not there, "explained as missing, and there"
+
+
+def test_torch_distributed():
+    torch_distributed = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    c10d = pytest.importorskip("torch.distributed.distributed_c10d")
+    names = set(c10d.__all__) | {
+        name for name in public(torch_distributed)
+        if not from_elsewhere(getattr(torch_distributed, name)) and name not in ("logging", "log")
+    }
+    assert len(names) > 100
+    compare(names - ABSENT, cdist, "torch.distributed")
+
+
+@pytest.mark.parametrize("name", ["Backend", "BackendConfig", "ProcessGroup", "Work", "ReduceOp", "P2POp", "Store", "TCPStore"])
+def test_methods(name):
+    torch_distributed = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    theirs = {method for method in public(getattr(torch_distributed, name)) if not method.startswith("_")}
+    compare(theirs, getattr(cdist, name), name)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("torch.nn.parallel", "cdist.nn.parallel"), ("torch.multiprocessing", "cdist.multiprocessing"),
+     ("torch.utils.data.distributed", "cdist.utils.data.distributed")],
+)
+def test_module(theirs, ours):
+    pytest.importorskip("torch", reason="torch is not installed")
+    compare(public(importlib.import_module(theirs)), importlib.import_module(ours), theirs)
+
+
+def test_parameters_of_functions():
+    """Whatever torch's functions can be called with, ours can: the names in the same order, ours after them."""
+    torch_distributed = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    compared, wrong = 0, {}
+    for name in set(cdist.__all__) - ABSENT:
+        theirs, ours = getattr(torch_distributed, name, None), getattr(cdist, name)
+        if not inspect.isfunction(inspect.unwrap(theirs)) or not callable(ours) or inspect.isclass(ours):
+            continue
+        parameters = inspect.signature(theirs).parameters.values()
+        expected = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        got = list(inspect.signature(ours).parameters)
+        compared += 1
+        if got[: len(expected)] != expected:
+            wrong[name] = (expected, got)
+    assert compared > 50
+    assert not wrong
+
+
+def test_every_name_can_be_had():
+    for name in sorted({*cdist.__all__, *dir(cdist)} - ABSENT):
+        try:
+            getattr(cdist, name)
+        except ModuleNotFoundError as error:  # parts over torch modules, where torch is absent
+            assert error.name == "torch"
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        cdist.no_such_name  # noqa: B018
+
+
+IMPORTS = re.findall(r"\| `((?:import|from) cdist[^`]*)`", (ROOT / "docs/torch-names.md").read_text())
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_import_lines_of_the_page(line):
+    done = subprocess.run([sys.executable, "-c", line], env=ENVIRON,
+                          capture_output=True, text=True, timeout=30)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def gather_all(rank, world):
+    results = []
+    for shape in [(world * 3,), (world, 3)]:
+        output = np.zeros(shape) if rank == 1 else None
+        cdist.gather_into_tensor(np.full(3, rank + 1.0), output, dst=1)
+        results.append(None if output is None else output.tolist())
+    output = np.zeros(world) if rank == 0 else None
+    cdist.gather_single(np.array(rank + 1.0), output)
+    results.append(None if output is None else output.tolist())
+    with pytest.raises(ValueError, match=r"do not fit gather_tensor of shape \(5,\)"):
+        cdist.gather_into_tensor(np.zeros(3), np.zeros(5), dst=rank)
+    with pytest.raises(ValueError):
+        cdist.gather_into_tensor(np.zeros(3), np.zeros(3 * world), dst=(rank + 1) % world)
+    with pytest.raises(ValueError):
+        cdist.gather_into_tensor(np.zeros(3), dst=rank)
+    return results
+
+
+def test_gather_into_tensor():
+    first, second, third = cdist.testing.run(gather_all, 3)
+    assert first == [None, None, [1, 2, 3]]
+    assert second == [[1] * 3 + [2] * 3 + [3] * 3, [[1] * 3, [2] * 3, [3] * 3], None]
+    assert third == [None] * 3
+
+
+def low_level(rank, world):
+    group = cdist.group.WORLD
+    x, y = np.full(2, rank + 1.0), np.full(3, rank + 2.0)
+    group.allreduce_coalesced([x, y], cdist.AllreduceCoalescedOptions(reduceOp=cdist.ReduceOp.MAX)).wait()
+    part = group.split_group([0, 1]) if rank < 2 else None
+    z = np.ones(1)
+    if part is not None:
+        part.allreduce(z).wait()
+    with cdist.record_comm("label"):
+        cdist.barrier()
+    return x.tolist(), y.tolist(), z.item(), group.boxed() is group
+
+
+def test_low_level_names():
+    assert cdist.testing.run(low_level, 3) == [([3, 3], [4] * 3, 2 if rank < 2 else 1, True) for rank in range(3)]
+
+
+def late(rank, world):
+    if rank == 1:
+        time.sleep(0.8)
+        return None
+    with pytest.raises(cdist.DistError) as caught:
+        cdist.monitored_barrier(timeout=0.4)
+    return str(caught.value)
+
+
+def test_monitored_barrier_names_the_time():
+    text = cdist.testing.run(late, 2)[0]
+    assert "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 400 ms" in text
+
+
+PROGRAM = """
+import os, time
+import numpy as np
+import cdist as dist
+dist.init_process_group(timeout=1)
+x = np.full(1, dist.get_rank() + 1.0)
+{body}
+dist.all_reduce(x)
+print("rank", dist.get_rank(), "has", x.item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def in_terminal(argv, environ, answer, limit=40):
+    """Run a command in a pseudo-terminal, type `answer(text)` when it gives one; return what was printed and the exit code."""
+    pid, master = pty.fork()
+    if pid == 0:
+        os.environ.update(environ)
+        os.execv(argv[0], argv)
+    text, end, code = "", time.monotonic() + limit, None
+    try:
+        while time.monotonic() < end:
+            if select.select([master], [], [], 0.1)[0]:
+                try:
+                    piece = os.read(master, 4096)
+                except OSError:
+                    break
+                if not piece:
+                    break
+                text += piece.decode()
+            typed = answer(text)
+            if typed:
+                os.write(master, typed.encode())
+        else:
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    finally:
+        os.close(master)
+    return text, code
+
+
+def test_breakpoint_waits_for_the_user(tmp_path):
+    """K134: the worker has no terminal of its own; three seconds in the debugger end no wait of one second."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(body="dist.breakpoint(rank=1)"))
+    seen = []
+
+    def answer(text):
+        if "(Pdb)" in text and not seen:
+            seen.append(time.monotonic())
+        if len(seen) == 1 and time.monotonic() > seen[0] + 3:
+            seen.append(None)
+            return "p x[0] + 40\nc\n"
+        return None
+
+    argv = [sys.executable, "-m", "cdist.run", "--nproc-per-node", "2", str(program)]
+    text, code = in_terminal(argv, ENVIRON, answer)
+    assert code == 0, text
+    assert "42.0" in text
+    assert "rank 0 has 3.0" in text
+    assert "rank 1 has 3.0" in text
+
+
+def test_pending_operation_at_exit_gives_one_line(tmp_path):
+    """K95: exit code 0, and who forgot the wait is told."""
+    program = tmp_path / "program.py"
+    body = """
+if dist.get_rank() == 0:
+    work = dist.all_reduce(x, async_op=True)
+else:
+    time.sleep(0.5)
+raise SystemExit"""
+    program.write_text(PROGRAM.format(body=body))
+    server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    environ = {**ENVIRON, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    ranks = [
+        subprocess.Popen([sys.executable, str(program)], env={**environ, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outcomes = [(process.communicate(timeout=30)[1], process.returncode) for process in ranks]
+    assert [code for _, code in outcomes] == [0, 0]
+    assert outcomes[1][0] == ""
+    assert outcomes[0][0].splitlines() == [
+        "[rank0]: cdist: 1 asynchronous operation(s) were not complete when the program ended, and were aborted: call wait() on each "
+        "Work"
+    ]
