@@ -17,6 +17,7 @@ from pathlib import Path
 import cdist
 import numpy as np
 import pytest
+from cdist.launch.record import read_error
 
 ROOT = Path(__file__).parent.parent
 PYTHON = str(Path(cdist.__file__).parent.parent)
@@ -267,3 +268,18 @@ raise SystemExit"""
         "[rank0]: cdist: 1 asynchronous operation(s) were not complete when the program ended, and were aborted: call wait() on each "
         "Work"
     ]
+
+
+def test_uncaught_exception_reaches_the_launcher_without_record(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(body="raise KeyError('no such layer')"))
+    path = tmp_path / "error.json"
+    environ = {**ENVIRON, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+               "TORCHELASTIC_ERROR_FILE": str(path)}  # fmt: skip
+    done = subprocess.run([sys.executable, str(program)], env=environ, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "[rank0]: KeyError: 'no such layer'" in done.stderr
+    when, text = read_error(path)
+    assert abs(when - time.time()) < 60
+    assert "KeyError: 'no such layer'" in text
+    assert f'File "{program}"' in text
