@@ -86,8 +86,7 @@ static cd_status channel_send(cd_pipe *pipe, const cd_piece *pieces, int count, 
 {
     channel *c = (channel *)pipe;
     *moved_p = 0;
-    if (cd_unlikely(atomic_load_explicit(&c->closed, memory_order_relaxed) ||
-                    atomic_load_explicit(&c->out->reader_closed, memory_order_acquire)))
+    if (cd_unlikely(atomic_load_explicit(&c->closed, memory_order_relaxed)))
         return fail_closed(c);
     uint64_t first = c->out_head, published = first;
     for (int i = 0; i < count; i++) {
@@ -101,6 +100,9 @@ static cd_status channel_send(cd_pipe *pipe, const cd_piece *pieces, int count, 
                 room = c->ring_bytes - (c->out_head - c->out_tail);
                 if (cd_unlikely(room > c->ring_bytes))
                     return fail_corrupt(c);
+                /* Only here: the word shares the reader's line, which would be fetched for every message otherwise. */
+                if (cd_unlikely(atomic_load_explicit(&c->out->reader_closed, memory_order_acquire)))
+                    return fail_closed(c);
                 if (room == 0)
                     goto full;
             }

@@ -11,7 +11,8 @@
  * that a rank that talks to all others touches at most about 4 MiB. Zero-filled memory is a valid set of empty rings. */
 size_t cd_channels_bytes(int ranks);
 /* The pipe between `local` and `peer_local` (positions among the ranks of the host) in memory laid out by the rule above.
- * The memory must outlive the pipe. */
+ * The memory must outlive the pipe. Like a socket, the pipe may take bytes for a peer that has closed already: the loss shows
+ * in recv, and in send when the ring is full. */
 cd_status cd_channel_open(void *memory, int ranks, int local, int peer_local, int peer_world_rank, cd_pipe **out);
 
 #endif

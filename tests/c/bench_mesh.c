@@ -1,7 +1,8 @@
-/* Latency and bandwidth of messages between two ranks. usage: bench_mesh shm|unix|tcp [threads] */
+/* Latency and bandwidth of messages between two ranks, each on a core of its own. usage: bench_mesh shm|unix|tcp [threads] */
 #include "mesh_world.h"
 
 #include "base/clock.h"
+#include "base/host.h"
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -12,25 +13,29 @@ typedef struct {
     int rank;
 } side;
 
+/* The best of several batches: other programs on the machine only ever add. */
+enum { BATCHES = 100 };
+
 static void ping(const side *s, size_t bytes, int rounds)
 {
     char *data = aligned_alloc(4096, (bytes + 4095) & ~(size_t)4095);
     memset(data, s->rank, bytes);
-    uint64_t start = 0;
-    for (int i = -rounds / 10; i < rounds; i++) {
-        if (i == 0)
-            start = cd_now_ns();
-        if (s->rank == 0) {
-            CHECK_OK(send_to(s->mesh, 1, 7, data, bytes, 20));
-            CHECK_OK(recv_from(s->mesh, 1, 7, data, bytes, 20, NULL));
-        } else {
-            CHECK_OK(recv_from(s->mesh, 0, 7, data, bytes, 20, NULL));
-            CHECK_OK(send_to(s->mesh, 0, 7, data, bytes, 20));
+    double best = 1e18;
+    for (int batch = 0; batch < (rounds ? BATCHES : 10); batch++) {
+        int each = rounds / BATCHES + 1;
+        uint64_t start = cd_now_ns();
+        for (int i = 0; i < each; i++) {
+            if (s->rank == 0)
+                CHECK_OK(send_to(s->mesh, 1, 7, data, bytes, 20));
+            CHECK_OK(recv_from(s->mesh, 1 - s->rank, 7, data, bytes, 20, NULL));
+            if (s->rank == 1)
+                CHECK_OK(send_to(s->mesh, 0, 7, data, bytes, 20));
         }
+        double ns = (double)(cd_now_ns() - start) / each / 2;
+        best = ns < best ? ns : best;
     }
-    double ns = (double)(cd_now_ns() - start) / rounds / 2;
     if (s->rank == 0)
-        printf("pingpong %9zu B  one way %10.3f us  %6.2f GB/s\n", bytes, ns / 1e3, (double)bytes / ns);
+        printf("pingpong %9zu B  one way %10.3f us  %6.2f GB/s\n", bytes, best / 1e3, (double)bytes / best);
     free(data);
 }
 
@@ -45,10 +50,9 @@ static void stream(const side *s, size_t bytes, int rounds, bool both, bool asyn
     memset(out, s->rank + 1, span * (size_t)buffers);
     memset(in, 0, span * (size_t)buffers);
     cd_xfer x[2 * WINDOW], *list[2 * WINDOW];
-    uint64_t start = 0;
-    for (int i = -1; i < rounds; i++) {
-        if (i == 0)
-            start = cd_now_ns();
+    double best = 1e18;
+    for (int i = 0; i < rounds; i++) {
+        uint64_t start = cd_now_ns();
         int n = 0;
         for (int k = 0; k < window; k++) {
             if (both || s->rank == 1) {
@@ -71,30 +75,36 @@ static void stream(const side *s, size_t bytes, int rounds, bool both, bool asyn
             CHECK_OK(recv_from(s->mesh, 1, 9, &token, 1, 20, NULL));
         else
             CHECK_OK(send_to(s->mesh, 0, 9, &token, 1, 20));
+        double ns = (double)(cd_now_ns() - start) / window;
+        best = ns < best ? ns : best;
     }
-    double ns = (double)(cd_now_ns() - start) / rounds / window;
     if (s->rank == 0)
-        printf("%s x%-3d%9zu B  each    %10.3f us  %6.2f GB/s%s\n", both ? "both" : "one ", window, bytes, ns / 1e3,
-               (double)bytes * (both ? 2 : 1) / ns, async ? "  async" : "");
+        printf("%s x%-3d%9zu B  each    %10.3f us  %6.2f GB/s%s\n", both ? "both" : "one ", window, bytes, best / 1e3,
+               (double)bytes * (both ? 2 : 1) / best, async ? "  async" : "");
     free(out);
     free(in);
 }
 
 static void body(int rank, void *ctx)
 {
+    cpu_set_t core;
+    CPU_ZERO(&core);
+    CPU_SET((size_t)rank, &core);
+    sched_setaffinity(0, sizeof core, &core); /* the cores were counted before */
     side s = {((cd_mesh **)ctx)[rank], rank};
     static const size_t sizes[] = {4, 64, 1024, 16384, 65536, 1 << 20, 16 << 20, 64 << 20};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        ping(&s, sizes[i], sizes[i] <= 1024 ? 20000 : sizes[i] <= 65536 ? 4000 : sizes[i] <= (1 << 20) ? 400 : 8);
+        ping(&s, sizes[i], sizes[i] <= 1024 ? 50000 : sizes[i] <= 65536 ? 2000 : sizes[i] <= (1 << 20) ? 100 : 0);
     for (int both = 0; both < 2; both++) {
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-            stream(&s, sizes[i], sizes[i] <= 1024 ? 300 : sizes[i] <= 65536 ? 60 : sizes[i] <= (1 << 20) ? 8 : 1, both, true);
+            stream(&s, sizes[i], sizes[i] <= 1024 ? 300 : sizes[i] <= 65536 ? 100 : sizes[i] <= (1 << 20) ? 40 : 8, both, true);
     }
 }
 
 int main(int argc, char **argv)
 {
     world_kind kind = argc > 1 && !strcmp(argv[1], "tcp") ? WORLD_TCP : argc > 1 && !strcmp(argv[1], "unix") ? WORLD_UNIX : WORLD_SHM;
+    (void)cd_host_cores();
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (argc > 2) {
         mesh_world w = world_open(2, kind);
