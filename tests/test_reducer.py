@@ -44,7 +44,7 @@ def test_assignment_refuses_a_wrong_order(wrong):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("transport", ["shm"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_steps_in_any_order(world, transport):
     def body(rank, world):
         shapes = [(3, 2), (5,), (), (0,), (1000, 100)]

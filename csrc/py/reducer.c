@@ -42,8 +42,6 @@ static PyObject *raise(PyObject *self, cd_status status, const char *operation)
     return state ? cd_py_raise_from(state, status, operation) : NULL;
 }
 
-/* ---- making a reducer ---- */
-
 static int read_device(const char *text, cd_device *device_p)
 {
     *device_p = strcmp(text, "cuda") == 0 ? CD_CUDA : CD_CPU;
@@ -444,7 +442,17 @@ static PyObject *reducer_buckets(PyObject *object, void *Py_UNUSED(closure))
     return check_made(self) < 0 ? NULL : PyLong_FromLong(cd_reducer_buckets(self->reducer));
 }
 
-/* ---- the hook ---- */
+/* backward(create_graph=True) gives gradients that have a graph themselves: the bucket must not join it. Steals `grad`. */
+static PyObject *without_graph(PyObject *grad)
+{
+    PyObject *needs = PyObject_GetAttrString(grad, "requires_grad");
+    if (needs == Py_True)
+        Py_SETREF(grad, PyObject_CallMethod(grad, "detach", NULL));
+    else if (!needs)
+        Py_CLEAR(grad);
+    Py_XDECREF(needs);
+    return grad;
+}
 
 /* The gradient goes to its place in the bucket unless it is there already. */
 static int place_gradient(hook_object *self, PyObject *param)
@@ -454,11 +462,12 @@ static int place_gradient(hook_object *self, PyObject *param)
         return -1;
     int failed = 0;
     if (grad != self->view && grad != Py_None) {
-        PyObject *copied = PyObject_CallMethod(self->view, "copy_", "O", grad);
+        grad = without_graph(grad);
+        PyObject *copied = grad ? PyObject_CallMethod(self->view, "copy_", "O", grad) : NULL;
         failed = !copied || (self->link && PyObject_SetAttrString(param, "grad", self->view) < 0);
         Py_XDECREF(copied);
     }
-    Py_DECREF(grad);
+    Py_XDECREF(grad);
     return failed ? -1 : 0;
 }
 

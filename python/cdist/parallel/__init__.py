@@ -1,4 +1,4 @@
-"""Data parallelism: DistributedDataParallel, GradientReducer, DataParallel, joining, communication hooks."""
+"""Data parallelism: DistributedDataParallel, GradientReducer, joining, communication hooks."""
 
 from cdist.parallel.array_module import Parameter, no_sync
 from cdist.parallel.ddp import DistributedDataParallel
@@ -7,6 +7,7 @@ from cdist.parallel.join import Join, Joinable, JoinHook
 
 __all__ = [
     "DistributedDataParallel",
+    "GradBucket",
     "GradientReducer",
     "Join",
     "JoinHook",
@@ -14,3 +15,11 @@ __all__ = [
     "Parameter",
     "no_sync",
 ]
+
+
+def __getattr__(name):
+    if name == "GradBucket":  # needs torch
+        from cdist.parallel.torch_parts import GradBucket
+
+        return GradBucket
+    raise AttributeError(f"module 'cdist.parallel' has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """What all kinds of data parallelism share: gradients in buckets, their plan, and the errors that name parameters."""
 
 import os
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,7 +125,10 @@ class Synchronizer:
         known = set(seen)
         seen += [i for i in self.order if i not in known]
         order = broadcast_ints(seen, self.group)
-        return None if self.assign(order) == self.bucket_of else order
+        if self.assign(order) != self.bucket_of:
+            return order
+        self.order = order
+        return None
 
     # ---- a step
 
@@ -205,3 +209,8 @@ class Synchronizer:
             "passing the keyword argument `find_unused_parameters=True` to `cdist.nn.parallel.DistributedDataParallel`, and "
             "by making sure all `forward` function outputs participate in calculating loss. " + " ".join(said)
         )
+
+
+def warn(text):
+    """Give a UserWarning at the caller's place."""
+    warnings.warn(text, stacklevel=3)

@@ -1,0 +1,1 @@
+"""Algorithms on top of collectives: joining uneven inputs, communication hooks of DistributedDataParallel."""

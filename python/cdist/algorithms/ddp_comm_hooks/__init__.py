@@ -1,0 +1,5 @@
+"""Communication hooks of DistributedDataParallel over torch modules, under the paths that torch gives them."""
+
+from cdist.parallel.hooks import DDPCommHookType, register_ddp_comm_hook
+
+__all__ = ["DDPCommHookType", "register_ddp_comm_hook"]

@@ -1,0 +1,5 @@
+"""Hooks that send nothing."""
+
+from cdist.parallel.hooks import noop_hook
+
+__all__ = ["noop_hook"]

@@ -1,0 +1,196 @@
+"""Communication hooks for DistributedDataParallel over torch modules: what is sent in place of plain gradients.
+
+A hook is called as ``hook(state, bucket)`` when a bucket is full and gives a future of the reduced flat tensor. `state` of
+the simple hooks is the process group (None: the default one).
+"""
+
+import enum
+
+import torch
+
+import cdist
+from cdist.parallel.torch_parts import GradBucket
+
+__all__ = [
+    "BuiltinCommHookType",
+    "DDPCommHookType",
+    "Later",
+    "PostLocalSGDState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "post_localSGD_hook",
+    "register_ddp_comm_hook",
+]
+
+
+class Later:
+    """A future whose callbacks run in the thread that waits for it: no other thread is needed."""
+
+    def __init__(self, work, compute):
+        self._work = work
+        self._compute = compute
+        self._result = None
+        self._is_done = False
+
+    @classmethod
+    def of(cls, value):
+        """Return a future that has its value already."""
+        return cls(None, lambda: value)
+
+    def wait(self):
+        """Wait for the operation and return the value."""
+        if not self._is_done:
+            if self._work is not None:
+                self._work.wait()
+            self._result = self._compute()
+            self._is_done = True
+            self._work = self._compute = None
+        return self._result
+
+    value = wait
+
+    def done(self):
+        """Return whether waiting would not block."""
+        return self._is_done or self._work is None or self._work.is_completed()
+
+    def then(self, callback):
+        """Return the future of ``callback(self)``."""
+        return Later(None, lambda: callback(self._waited()))
+
+    def _waited(self):
+        self.wait()
+        return self
+
+
+def average(group, tensor):
+    """Return the future of the mean of `tensor` over the ranks, in place."""
+    work = cdist.all_reduce(tensor, op=cdist.ReduceOp.AVG, group=group, async_op=True)
+    return Later(work, lambda: tensor)
+
+
+def allreduce_hook(process_group, bucket: GradBucket):
+    """Average gradients: the same as without a hook."""
+    return average(process_group, bucket.buffer())
+
+
+def noop_hook(process_group, bucket: GradBucket):
+    """Send nothing: to measure what communication costs."""
+    return Later.of(bucket.buffer())
+
+
+def _compressed(process_group, bucket, dtype):
+    buffer = bucket.buffer()
+    small = buffer.to(dtype)
+    return average(process_group, small).then(lambda future: buffer.copy_(future.value()))
+
+
+def fp16_compress_hook(process_group, bucket: GradBucket):
+    """Send gradients as float16; sums are taken in float32 and rounded once."""
+    return _compressed(process_group, bucket, torch.float16)
+
+
+def bf16_compress_hook(process_group, bucket: GradBucket):
+    """Send gradients as bfloat16; sums are taken in float32 and rounded once."""
+    return _compressed(process_group, bucket, torch.bfloat16)
+
+
+def _wrapper(hook, dtype):
+    def compressed(state, bucket: GradBucket):
+        buffer = bucket.buffer()
+        bucket.set_buffer(buffer.to(dtype))
+
+        def decompress(future):
+            value = future.value()
+            return buffer.copy_(value[0] if isinstance(value, (list, tuple)) else value)
+
+        return hook(state, bucket).then(decompress)
+
+    return compressed
+
+
+def fp16_compress_wrapper(hook):
+    """Make another hook (PowerSGD, …) work on float16."""
+    return _wrapper(hook, torch.float16)
+
+
+def bf16_compress_wrapper(hook):
+    """Make another hook work on bfloat16."""
+    return _wrapper(hook, torch.bfloat16)
+
+
+class PostLocalSGDState:
+    """State of post_localSGD_hook: global averages until `start_localSGD_iter`, then only within `subgroup`.
+
+    `subgroup` None: the ranks of this host. `post_local_gradient_allreduce` False: nothing is sent afterwards. Models are to be
+    averaged from time to time by the caller.
+    """
+
+    def __init__(self, process_group, subgroup, start_localSGD_iter, post_local_gradient_allreduce=True):
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+    def maybe_increase_iter(self, bucket):
+        """Count a step at its last bucket."""
+        if bucket.is_last():
+            self.iter += 1
+
+
+def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket):
+    """Average globally at first, later within a subgroup."""
+    local = state.iter >= state.start_localSGD_iter
+    state.maybe_increase_iter(bucket)
+    if not local:
+        return average(state.process_group, bucket.buffer())
+    if not state.post_local_gradient_allreduce:
+        return Later.of(bucket.buffer())
+    if state.subgroup is None:
+        state.subgroup, _ = cdist.new_subgroups()
+    return average(state.subgroup, bucket.buffer())
+
+
+class BuiltinCommHookType(enum.Enum):
+    """Hooks that torch implements in C++."""
+
+    ALLREDUCE = 0
+    FP16_COMPRESS = 1
+
+
+def builtin(kind):
+    """Return the hook of a BuiltinCommHookType (of ours or of torch's)."""
+    table = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}
+    return table[getattr(kind, "name", str(kind)).rpartition(".")[2]]
+
+
+def _power(hook_name, wrapper=None):
+    def hook(state, bucket):
+        from cdist.parallel import powersgd
+
+        chosen = getattr(powersgd, hook_name)
+        return (wrapper(chosen) if wrapper else chosen)(state, bucket)
+
+    hook.__name__ = hook_name
+    return hook
+
+
+class DDPCommHookType(enum.Enum):
+    """Hooks by name, for register_ddp_comm_hook."""
+
+    ALLREDUCE = enum.member(allreduce_hook)
+    FP16_COMPRESS = enum.member(fp16_compress_hook)
+    BF16_COMPRESS = enum.member(bf16_compress_hook)
+    POWER_SGD = enum.member(_power("powerSGD_hook"))
+    BATCHED_POWER_SGD = enum.member(_power("batched_powerSGD_hook"))
+    POST_LOCAL_SGD = enum.member(post_localSGD_hook)
+    NOOP = enum.member(noop_hook)
+
+
+def register_ddp_comm_hook(comm_hook_type, model, state=None):
+    """Register the hook that a DDPCommHookType names."""
+    model.register_comm_hook(state if state is not None else model.process_group, comm_hook_type.value)

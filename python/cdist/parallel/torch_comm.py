@@ -1,0 +1,63 @@
+"""Communication hooks of DistributedDataParallel over torch modules: what is called in place of the reduction of a bucket."""
+
+import inspect
+
+import torch
+
+from cdist.parallel.torch_parts import GradBucket, all_reduce_max
+
+
+class CommHooks:
+    """The part of TorchDataParallel that gives full buckets to a hook."""
+
+    def register_comm_hook(self, state, hook):
+        """Replace the reduction of buckets: ``hook(state, bucket)`` gives a future of the reduced flat tensor."""
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        signature = inspect.signature(hook)
+        kind = signature.parameters["bucket"].annotation
+        if kind not in (inspect._empty, GradBucket) and "GradBucket" not in str(kind):
+            raise ValueError("Communication hook: bucket annotation should be GradBucket.")
+        if self._hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._hook = (state, hook)
+
+    def _register_builtin_comm_hook(self, kind):
+        from cdist.parallel import hooks
+
+        self.register_comm_hook(self.process_group, hooks.builtin(kind))
+
+    def _run_hook(self, number):
+        inside = self._members[number]
+        bucket = GradBucket(
+            number,
+            self._bucket_tensors[number],
+            [self._views[index] for index in inside],
+            [self._params[index] for index in inside],
+            number == len(self._members) - 1,
+        )
+        state, hook = self._hook
+        with torch.no_grad():
+            future = hook(state, bucket)
+        if not callable(getattr(future, "wait", None)) or not callable(getattr(future, "then", None)):
+            raise RuntimeError(
+                "register_comm_hook: the callback must return a torch.futures.Future object, but got "
+                f"{type(future).__module__}.{type(future).__qualname__}"
+            )
+        self._futures.append((number, future))
+
+    def _finish_hooks(self):
+        """Wait for the hooks' results. A missing gradient must become an error on every rank: ask all."""
+        filled = self._sync.reducer.fill(False)
+        self._sync._hand_out()
+        futures, self._futures = self._futures, []
+        with torch.no_grad():
+            for number, future in futures:
+                value = future.wait()
+                value = value[0] if isinstance(value, (list, tuple)) else value
+                buffer = self._bucket_tensors[number]
+                if value.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(value.view_as(buffer))
+        self._sync.steps += 1
+        if all_reduce_max([filled > 0 and not self._join_config.enable], self.process_group)[0]:
+            raise RuntimeError(self._sync.missing_text())

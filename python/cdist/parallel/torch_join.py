@@ -1,0 +1,46 @@
+"""What a torch rank that ran out of data does in the place of its steps."""
+
+import numpy as np
+
+import cdist
+from cdist.parallel.join import JoinHook
+from cdist.parallel.synchronizer import HAND_OUT, REDUCE
+from cdist.parallel.torch_parts import all_reduce_max, broadcast_tensors
+
+
+class TorchJoinHook(JoinHook):
+    """Shadows the collectives of a step of the ranks that still train."""
+
+    def __init__(self, ddp):
+        self.ddp = ddp
+
+    def main_hook(self):
+        """Take part in one step with zeros."""
+        ddp = self.ddp
+        flags = np.zeros(3, np.int64)
+        cdist.all_reduce(flags, group=ddp.process_group)
+        sync = ddp._sync
+        sync.set_divisor(None if ddp._divide_by_all else float(flags[0]))
+        if flags[1] and sync.wants_replan() and ddp._may_replan():
+            ddp._replan()
+        if flags[2]:
+            broadcast_tensors(ddp._buffers_to_sync(), ddp.process_group, ddp._highest(-1))
+        if not flags[1]:
+            return
+        if ddp.reduce == "weights":
+            sync.weight = 0.0
+        sync.begin(HAND_OUT if ddp._hook else REDUCE)
+        if ddp._hook:
+            ddp._finish_hooks()
+        else:
+            sync.finish(expected=True)
+        if ddp.find_unused_parameters:
+            all_reduce_max([0] * len(ddp._params), ddp.process_group)
+
+    def post_hook(self, is_last_joiner):
+        """Give all ranks the model of one that trained until the end."""
+        ddp = self.ddp
+        source = ddp._highest(cdist.get_rank(ddp.process_group) if is_last_joiner else -1)
+        ddp.broadcast_parameters(source)
+        broadcast_tensors(ddp._buffers_to_sync(), ddp.process_group, source)
+        ddp._sync.set_divisor(None)

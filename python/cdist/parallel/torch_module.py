@@ -1,0 +1,600 @@
+"""DistributedDataParallel over torch.nn.Module. Imported only when the caller's module is torch's.
+
+How it hangs on torch: a C callable per parameter runs when its gradient is complete (register_post_accumulate_grad_hook),
+copies it to its place in a bucket and counts; full buckets are reduced while backward goes on; a callback at the end of
+backward waits for them. The engine's graph is walked in Python for unused parameters.
+"""
+
+import weakref
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import cdist
+from cdist.parallel.array_module import accumulate, no_sync
+from cdist.parallel.join import Join, Joinable, _JoinConfig
+from cdist.parallel.synchronizer import (
+    HAND_OUT,
+    LOCAL,
+    REDUCE,
+    Gradient,
+    Synchronizer,
+    bucket_caps,
+    debugging,
+    warn,
+)
+from cdist.parallel.torch_comm import CommHooks
+from cdist.parallel.torch_join import TorchJoinHook
+from cdist.parallel.torch_log import logging_data
+from cdist.parallel.torch_parts import (
+    all_reduce_max,
+    broadcast_tensors,
+    bucket_tensors,
+    name_of,
+    reached_parameters,
+    to_device,
+    view_like,
+)
+from cdist.parallel.verify import agree, agree_on_parameters
+
+NOTHING_TO_TRAIN = (
+    "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+)
+# Modules whose gradients are not fit to step on: looked at by every optimizer's step.
+_unfit = weakref.WeakSet()
+
+
+def _before_optimizer_step(optimizer, args, kwargs):
+    if not _unfit:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for ddp in list(_unfit):
+        if any(id(p) in stepped for p in ddp._params):
+            ddp._check_fit(stepping=True)
+
+
+register_optimizer_step_pre_hook(_before_optimizer_step)
+
+
+def _make_again(cls):
+    from cdist.parallel.ddp import concrete
+
+    made = concrete(cls, TorchDataParallel)
+    return made.__new__(made)
+
+
+class TorchDataParallel(CommHooks, nn.Module, Joinable):
+    """DistributedDataParallel over torch modules; takes the arguments of torch's class.
+
+    Beyond them: ``reduce='mean' | 'sum' | 'weights'``, ``accumulate(n)``, ``set_weight``, ``set_trainable``,
+    ``broadcast_parameters``, ``broadcast_buffers``. A parameter without gradient raises on every rank: at the latest when an
+    optimizer steps on this module's parameters or the next forward begins.
+    """
+
+    def __init__(
+        self,
+        module,
+        device_ids=None,
+        output_device=None,
+        dim=0,
+        broadcast_buffers=None,
+        init_sync=True,
+        process_group=None,
+        bucket_cap_mb=None,
+        find_unused_parameters=False,
+        check_reduction=False,
+        gradient_as_bucket_view=False,
+        static_graph=False,
+        delay_all_reduce_named_params=None,
+        param_to_hook_all_reduce=None,
+        mixed_precision=None,
+        device_mesh=None,
+        skip_all_reduce_unused_params=False,
+        bucket_cap_mb_list=None,
+        batched_grad_copy=False,
+        forward_sync_buffers=None,
+        *,
+        reduce="mean",
+    ):
+        nn.Module.__init__(self)
+        self._join_config = _JoinConfig()
+        if bool(delay_all_reduce_named_params is not None) != bool(param_to_hook_all_reduce is not None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        if mixed_precision is not None:
+            raise NotImplementedError(
+                "mixed_precision is not supported: use torch.autocast, or a hook that compresses gradients"
+            )
+        if process_group is not None and device_mesh is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        if device_mesh is not None:
+            if device_mesh.ndim != 1:
+                raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+            process_group = device_mesh.get_group()
+        self.module = module
+        self.process_group = process_group
+        self.device_mesh = device_mesh
+        self.dim = dim
+        self.reduce = reduce
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.broadcast_buffers = broadcast_buffers is None or bool(broadcast_buffers)
+        self.forward_sync_buffers = self.broadcast_buffers and (
+            forward_sync_buffers is None or bool(forward_sync_buffers)
+        )
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", []))
+        self._delayed = [p for _, p in delay_all_reduce_named_params or []]
+        self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or []}
+        self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._check_module()
+        self.device = next((p.device for _, p in self._named()), torch.device("cpu"))
+        self._check_devices(device_ids, output_device)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._hook = self._buffer_hook = None
+        trainable = [(name, p) for name, p in self._named() if p.requires_grad]
+        if init_sync:
+            self._compare_models()
+        if not trainable and not self._delayed:
+            raise RuntimeError(NOTHING_TO_TRAIN)
+        if init_sync:
+            self.broadcast_parameters()
+            if self.broadcast_buffers:
+                broadcast_tensors(self._buffers_to_sync(), process_group)
+        self._adopt(trainable)
+
+    # ---- checks at construction
+
+    def _named(self):
+        return [
+            (name, p) for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
+        ]
+
+    def _check_module(self):
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for _, p in self._named()):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy "
+                "forward pass to correctly initialize the modules"
+            )
+        if any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()):
+            raise ValueError(
+                "torch.nn.SyncBatchNorm layers talk through torch.distributed (and SyncBatchNorm layers only work with "
+                "GPU modules there): convert with cdist.nn.SyncBatchNorm.convert_sync_batchnorm(module)"
+            )
+        kinds = {p.device.type for _, p in self._named()}
+        if len(kinds) > 1:
+            raise ValueError(
+                "DistributedDataParallel's input module must be on the same type of devices, but input module "
+                f"parameters locate in {kinds}."
+            )
+
+    def _check_devices(self, device_ids, output_device):
+        if device_ids is not None and len(device_ids) > 1:
+            raise ValueError("device_ids can only be None or contain a single element.")
+        devices = {p.device for _, p in self._named()}
+        self.is_multi_device_module = len(devices) > 1
+        self.device_type = self.device.type
+        if self.device_type == "cpu" or self.is_multi_device_module:
+            if device_ids or output_device is not None:
+                raise ValueError(
+                    "DistributedDataParallel device_ids and output_device arguments only work with "
+                    "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+                    f"{device_ids}, output_device {output_device}, and module parameters {devices}."
+                )
+            device_ids = None
+        self.device_ids = device_ids and [torch.device(self.device_type, _index(d)) for d in device_ids]
+        self.output_device = output_device if output_device is not None else (device_ids or [None])[0]
+
+    def _compare_models(self):
+        lines = []
+        for name, p in self._named():
+            frozen = "" if p.requires_grad else ", frozen"
+            lines.append(f"{name!r}: {name_of(p.dtype)} {tuple(p.shape)} strides {p.stride()}{frozen}")
+        agree_on_parameters(lines, self.process_group)
+
+    # ---- buckets
+
+    def _adopt(self, trainable):
+        """Make buckets for these parameters and hang hooks on them."""
+        self._names = [name for name, _ in trainable]
+        self._params = [p for _, p in trainable]
+        if getattr(self, "_hook_handles", None):
+            self._remove_autograd_hooks()
+        gradients = [Gradient(n, p.numel(), name_of(p.dtype), p.element_size()) for n, p in trainable]
+        self._memory = None
+        me = weakref.proxy(self)
+        self._sync = Synchronizer(
+            self.process_group,
+            gradients,
+            reduce=self.reduce,
+            caps=self._caps,
+            device=self.device.type,
+            memory=self._allocate if self.device.type == "cuda" else None,
+            on_backward=lambda: me._begin_backward(),
+            on_bucket=lambda k: me._run_hook(k),
+        )
+        self._sync_this = True
+        self._open = False
+        self._counting = self.static_graph
+        self._unused = None
+        self._warned = False
+        self._used = np.zeros(len(self._params), np.uint8)
+        self._futures = []
+        self.__dict__["_iterations"] = 0
+        self._hang_hooks()
+
+    def _allocate(self, sizes):
+        self._memory = [torch.zeros(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        return [memory.data_ptr() for memory in self._memory]
+
+    def _hang_hooks(self):
+        reducer = self._sync.reducer
+        members = [[] for _ in range(reducer.buckets)]
+        for index, bucket in enumerate(self._sync.bucket_of):
+            members[bucket].append(index)
+        self._members = members
+        dtypes = [self._params[inside[0]].dtype for inside in members]
+        self._bucket_tensors = bucket_tensors(reducer, dtypes, self._memory)
+        self._views, self._hook_handles = [], []
+        for index, p in enumerate(self._params):
+            bucket, offset = reducer.place(index)
+            start = offset // p.element_size()
+            self._views.append(view_like(self._bucket_tensors[bucket][start : start + p.numel()], p.detach()))
+            hook = reducer.hook(index, self._views[index], self.gradient_as_bucket_view)
+            self._hook_handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    def _remove_autograd_hooks(self):
+        for handle in self._hook_handles:
+            handle.remove()
+        self._hook_handles = []
+
+    def _replan(self):
+        order = self._sync.agree_on_order()
+        if order is None:
+            return
+        old = self._views
+        self._remove_autograd_hooks()
+        self._sync.plan(order)
+        self._hang_hooks()
+        for p, before, view in zip(self._params, old, self._views, strict=True):
+            if p.grad is before:
+                p.grad = view.copy_(before)
+
+    # ---- forward
+
+    def forward(self, *inputs, **kwargs):
+        """Call the module; see torch.nn.Module.forward."""
+        grad = torch.is_grad_enabled()
+        if grad and self._sync.reducer.backward:
+            self._sync.reducer.backward = False  # a backward pass was left by an exception
+        if grad:
+            self._check_fit()
+        self._announce()
+        if grad and self.require_backward_grad_sync and self._sync.wants_replan() and self._may_replan():
+            self._replan()
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+        if self.device_ids:
+            inputs, kwargs = to_device(inputs, self.device_ids[0]), to_device(kwargs, self.device_ids[0])
+        output = self.module(*inputs, **kwargs)
+        if grad:
+            self._sync_this = self.require_backward_grad_sync
+            self.require_forward_param_sync = self._sync_this
+            self._iterations += 1
+            if self.find_unused_parameters and not self.static_graph:
+                reached = reached_parameters(output)
+                unused = {index for index, p in enumerate(self._params) if id(p) not in reached}
+                self._unused = unused if self._unused is None else self._unused & unused
+        return output
+
+    def _may_replan(self):
+        return self.static_graph or not self.find_unused_parameters
+
+    # ---- backward
+
+    def _begin_backward(self):
+        """Called by the first hook of a backward pass."""
+        Variable._execution_engine.queue_callback(self._end_backward)
+        sync = self._sync
+        if not self._open:
+            if not self._sync_this or self._counting:
+                step = LOCAL
+            else:
+                step = HAND_OUT if self._hook else REDUCE
+            if self.device.type == "cuda":
+                sync.reducer.set_stream(torch.cuda.current_stream(self.device).cuda_stream)
+            sync.begin(step)
+            self._open = step != LOCAL
+        sync.reducer.backward = True
+        if self._open and self.static_graph:
+            self._mark_unused(self._static_unused)
+        elif self._open and self._unused is not None:
+            self._mark_unused(self._unused)
+            self._unused = None
+        return True
+
+    def _mark_unused(self, unused):
+        """Gradients that will not come take part with what has gathered locally, or with zeros."""
+        if not unused and not self._warned and self.find_unused_parameters:
+            self._warned = True
+            warn(
+                "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in "
+                "the forward pass. This flag results in an extra traversal of the autograd graph every iteration, which "
+                "can adversely affect performance."
+            )
+        for index in sorted(unused):
+            grad = self._params[index].grad
+            view = self._views[index]
+            if grad is None:
+                view.zero_()
+            elif grad is not view:
+                view.copy_(grad.detach())
+            self._sync.reducer.ready(index)
+
+    def _end_backward(self):
+        """Called by the engine at the end of a backward pass."""
+        reducer = self._sync.reducer
+        reducer.backward = False
+        if not self._open:
+            if self._counting and self._sync_this:
+                self._finish_counting()
+            elif not self._sync_this and debugging():
+                _unfit.add(self)
+            return
+        if reducer.unready:
+            _unfit.add(self)  # another backward pass may bring the rest
+            return
+        self._finish(self._given())
+
+    def _given(self):
+        """Which parameters have a gradient on this rank."""
+        return [p.grad is not None for p in self._params]
+
+    def _finish(self, given):
+        """Wait for all buckets and give each parameter its gradient."""
+        self._open = False
+        _unfit.discard(self)
+        if self._sync.reducer.step == HAND_OUT:
+            self._finish_hooks()
+        else:
+            self._sync.finish()
+        if self.static_graph:
+            given = self._static_given
+        elif self.find_unused_parameters:
+            given = all_reduce_max(given, self.process_group)
+        self._hand_back(given)
+        for p in self._delayed:
+            if p.grad is not None:
+                cdist.all_reduce(p.grad, op=cdist.ReduceOp.AVG, group=self.process_group)
+
+    def _hand_back(self, given):
+        targets, sources = [], []
+        with torch.no_grad():
+            for p, view, has in zip(self._params, self._views, given, strict=True):
+                if not has or p.grad is view:
+                    continue
+                if self.gradient_as_bucket_view:
+                    p.grad = view
+                elif p.grad is None:
+                    p.grad = view.clone()
+                else:
+                    targets.append(p.grad.detach() if p.grad.requires_grad else p.grad)
+                    sources.append(view)
+            if targets:
+                torch._foreach_copy_(targets, sources)
+
+    def _finish_counting(self):
+        """static_graph: the first pass counted how often each gradient is given; everything is reduced now."""
+        reducer = self._sync.reducer
+        seen = [reducer.seen(index) for index in range(len(self._params))]
+        self._counting = False
+        self._sync.begin(HAND_OUT if self._hook else REDUCE)
+        self._open = True
+        given = self._given()
+        self._static_given = all_reduce_max(given, self.process_group)
+        self._static_unused = {index for index, count in enumerate(seen) if not count}
+        self._mark_unused(range(len(self._params)))
+        self._finish(given)
+        self._sync.set_uses([max(1, count) for count in seen])
+
+    def _check_fit(self, stepping=False):
+        """Raise unless the gradients are the reduced ones."""
+        unsynced = self in _unfit and not self._open
+        if self._open and self._sync.reducer.unready:
+            self._open = False
+            _unfit.discard(self)
+            self._sync.reducer.backward = False
+            if self._sync.reducer.step == HAND_OUT:
+                self._finish_hooks()
+            else:
+                self._sync.finish()
+        _unfit.discard(self)
+        if stepping and unsynced and debugging():
+            raise RuntimeError(
+                "the optimizer would step on gradients that were not synchronised: the last backward pass belongs to a "
+                "forward under no_sync(); run the last micro-batch outside of it, or use ddp.accumulate(n)"
+            )
+
+    # ---- buffers and state
+
+    def _buffers_to_sync(self):
+        return [
+            b
+            for name, b in self.module.named_buffers()
+            if name not in self.parameters_to_ignore and b is not None
+        ]
+
+    def will_sync_module_buffers(self):
+        """Whether the next forward broadcasts buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_to_sync())
+
+    def _sync_buffers(self):
+        if self._buffer_hook is not None:
+            state, hook = self._buffer_hook
+            names = dict(self.module.named_buffers())
+            futures = hook(state, {n: b for n, b in names.items() if n not in self.parameters_to_ignore})
+            for future in futures or []:
+                future.wait()
+            return
+        source = 0
+        if self._join_config.enable:
+            source = self._highest(cdist.get_rank(self.process_group))
+        broadcast_tensors(self._buffers_to_sync(), self.process_group, source)
+
+    def _highest(self, rank):
+        highest = np.array([rank], np.int64)
+        cdist.all_reduce(highest, op=cdist.ReduceOp.MAX, group=self.process_group)
+        return int(highest[0])
+
+    def _register_buffer_comm_hook(self, state, hook, comm_hook_location=None):
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        self._buffer_hook = (state, hook)
+
+    def broadcast_parameters(self, src=0):
+        """Give every rank the parameters of group rank `src`. Collective."""
+        for _, p in self._named():
+            cdist.broadcast(p.detach(), group_src=src, group=self.process_group)
+
+    def broadcast_buffers_now(self, src=0):
+        """Give every rank the buffers of group rank `src`. Collective."""
+        broadcast_tensors(self._buffers_to_sync(), self.process_group, src)
+
+    def set_trainable(self, names):
+        """From the next step on exactly these parameters need gradients. Collective; RuntimeError on all ranks if they differ."""
+        names = list(names)
+        agree(
+            sorted(map(repr, names)),
+            self.process_group,
+            lambda _: "set_trainable: ranks name different parameters.",
+        )
+        known = dict(self._named())
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"set_trainable: no such parameters: {', '.join(map(repr, unknown))}")
+        chosen = set(names)
+        for name, p in known.items():
+            p.requires_grad_(name in chosen)
+            if p.grad is not None:
+                p.grad = p.grad.clone() if name in chosen else None
+        self._adopt([(name, p) for name, p in known.items() if name in chosen])
+
+    def __getstate__(self):
+        if self.process_group is not None and self.process_group is not cdist.group.WORLD:
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when "
+                "you have called init_process_group and have not passed process_group argument to DDP constructor"
+            )
+        gone = (
+            "process_group",
+            "_sync",
+            "_views",
+            "_bucket_tensors",
+            "_hook_handles",
+            "_futures",
+            "_memory",
+            "_params",
+        )
+        state = {key: value for key, value in self.__dict__.items() if key not in gone}
+        state["_hook"] = state["_buffer_hook"] = None
+        return state
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        self.process_group = None
+        chosen = set(self._names)
+        self._adopt([(name, p) for name, p in self._named() if name in chosen])
+
+    def __reduce__(self):
+        return _make_again, (self._made_from,), self.__getstate__()
+
+    # ---- which passes are synchronised
+
+    def no_sync(self):
+        """Context manager: gradients of forward passes inside only add up locally; the next synchronised pass reduces the sum."""
+        return no_sync(self)
+
+    def accumulate(self, steps, batches=None):
+        """Gradient accumulation that synchronises the right micro-batch; see cdist.DistributedDataParallel."""
+        return accumulate(self, steps, batches)
+
+    def set_weight(self, weight):
+        """With reduce='weights': this rank's number of samples in the next synchronised pass."""
+        if self.reduce != "weights":
+            raise ValueError(f"set_weight is for reduce='weights', not {self.reduce!r}")
+        if not weight >= 0:
+            raise ValueError(f"weight must not be negative: {weight}")
+        self._sync.weight = float(weight)
+
+    # ---- uneven inputs
+
+    def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
+        """Context manager for ranks with different numbers of steps; see cdist.algorithms.join.Join."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def _announce(self):
+        if not self._join_config.enable:
+            return
+        Join.notify_join_context(self)
+        flags = np.array([1, self.require_backward_grad_sync, self.will_sync_module_buffers()], np.int64)
+        cdist.all_reduce(flags, group=self.process_group)
+        self._sync.set_divisor(None if self._divide_by_all else float(flags[0]))
+
+    def join_hook(self, **kwargs):
+        """Return what a rank without data does in the place of its steps."""
+        self._divide_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return TorchJoinHook(self)
+
+    @property
+    def join_device(self):
+        """Device of the collectives."""
+        return self.device
+
+    @property
+    def join_process_group(self):
+        """Group of the collectives."""
+        return self.process_group
+
+    # ---- smaller things that torch's class has
+
+    @property
+    def logger(self):
+        """Return None: figures are in _get_ddp_logging_data()."""
+        return None
+
+    def _get_ddp_logging_data(self):
+        return logging_data(self)
+
+    def _set_static_graph(self):
+        self.static_graph = True
+        self._counting = True
+
+    def _check_reducer_finalized(self):
+        return not self._open
+
+    def _get_data_parallel_params(self, module, named_params=False):
+        for name, p in self._named():
+            yield (name, p) if named_params else p
+
+    def _update_process_group(self, new_process_group):
+        self.process_group = new_process_group
+        self._adopt(list(zip(self._names, self._params, strict=True)))
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
+        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)
+
+
+def _index(device):
+    return device if isinstance(device, int) else torch.device(device).index

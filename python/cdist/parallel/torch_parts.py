@@ -1,0 +1,158 @@
+"""Parts of DistributedDataParallel over torch modules: views into buckets, graphs, buffers, buckets for hooks."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+import cdist
+
+
+def name_of(dtype):
+    """NumPy's name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_dense(tensor):
+    """True when the elements lie in one block without gaps, in whatever order of dimensions (sizes of 1 do not count)."""
+    expected = 1
+    for stride, size in sorted(
+        (st, sz) for st, sz in zip(tensor.stride(), tensor.size(), strict=True) if sz != 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def view_like(flat, tensor):
+    """The elements of `flat` in the shape, and if possible the strides, of `tensor`."""
+    if tensor.numel() == 0:
+        return torch.empty_like(tensor, requires_grad=False)
+    if is_dense(tensor):
+        return flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset())
+    return flat.view(tensor.size())
+
+
+def bucket_tensors(reducer, dtypes, memory=None):
+    """A flat tensor over the memory of each bucket. `memory`: uint8 tensors that hold it, otherwise it is the reducer's."""
+    tensors = []
+    for k, dtype in enumerate(dtypes):
+        if memory is not None:
+            tensors.append(memory[k].view(dtype))
+            continue
+        buffer = reducer.bucket(k)
+        empty = memoryview(buffer).nbytes == 0
+        tensors.append(torch.empty(0, dtype=dtype) if empty else torch.frombuffer(buffer, dtype=dtype))
+    return tensors
+
+
+def tensors_in(value):
+    """All tensors in nests of lists, tuples, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def reached_parameters(outputs):
+    """Ids of the leaf tensors from which the outputs were computed."""
+    reached = set()
+    todo = []
+    for tensor in tensors_in(outputs):
+        if tensor.grad_fn is not None:
+            todo.append(tensor.grad_fn)
+        elif tensor.requires_grad:
+            reached.add(id(tensor))
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            reached.add(id(leaf))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return reached
+
+
+def to_device(value, device):
+    """Moves the tensors in nests of lists, tuples and dicts to a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(part, device) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(part, device) for part in value)
+    if isinstance(value, dict):
+        return type(value)((key, to_device(part, device)) for key, part in value.items())
+    return value
+
+
+def broadcast_tensors(tensors, group, src=0):
+    """Gives every rank the tensors of group rank `src`, a message per dtype; writes only where values differ. Collective."""
+    kinds = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    root = cdist.get_rank(group) == src
+    with torch.no_grad():
+        for same in kinds.values():
+            before = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+            flat = before if root else before.clone()
+            cdist.broadcast(flat, group_src=src, group=group)
+            if root or torch.equal(flat, before):
+                continue
+            parts = flat.split([tensor.numel() for tensor in same])
+            for tensor, part in zip(same, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def all_reduce_max(values, group):
+    """Element-wise maximum of a list of 0 and 1 over the ranks. Collective."""
+    array = np.array(values, np.uint8)
+    if array.size:
+        cdist.all_reduce(array, op=cdist.ReduceOp.MAX, group=group)
+    return array.tolist()
+
+
+class GradBucket:
+    """What a communication hook gets: the gradients of one bucket, as one flat tensor and one by one."""
+
+    def __init__(self, index, buffer, gradients, parameters, is_last):
+        self._index = index
+        self._buffer = buffer
+        self._gradients = gradients
+        self._parameters = parameters
+        self._is_last = is_last
+
+    def index(self):
+        """Return the number of the bucket: 0 holds the gradients that are ready first."""
+        return self._index
+
+    def buffer(self):
+        """Return all gradients of the bucket, one behind the other, as a flat tensor."""
+        return self._buffer
+
+    def set_buffer(self, tensor):
+        """Replace the flat tensor (of the same size)."""
+        self._buffer = tensor
+
+    def gradients(self):
+        """Return the gradients as views into the flat tensor."""
+        return self._gradients
+
+    def parameters(self):
+        """Return the parameters, in the order of the gradients."""
+        return self._parameters
+
+    def is_last(self):
+        """Return whether this is the last bucket of the step."""
+        return self._is_last

@@ -1,0 +1,856 @@
+"""DistributedDataParallel over torch modules, against torch's own (Gloo) and against one process with the whole batch."""
+
+import copy
+import os
+import pickle
+import tempfile
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cdist  # noqa: E402
+from cdist.testing import run  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+WORLDS = [1, 2, 3, 4]
+torch.set_num_threads(1)
+# The first optimizer imports much: once here rather than in every forked rank.
+torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1).zero_grad()
+
+
+class Net(nn.Module):
+    """Linear layers, a convolution in channels-last, batch normalisation, a tied weight and a frozen bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.one = nn.Linear(8 * 16, 16)
+        self.two = nn.Linear(16, 16)
+        self.three = nn.Linear(16, 16)
+        self.three.weight = self.two.weight
+        self.last = nn.Linear(16, 4)
+        self.last.bias.requires_grad_(False)
+        self.spare = nn.Linear(16, 4)
+        self.conv.to(memory_format=torch.channels_last)
+
+    def forward(self, x, spare=True):
+        x = torch.relu(self.norm(self.conv(x))).flatten(1)
+        x = torch.tanh(self.two(torch.tanh(self.one(x))))
+        x = torch.tanh(self.three(x))
+        return self.last(x) + (self.spare(x) if spare else 0)
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def small(seed=0, norm=False):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.Tanh(), nn.Linear(16, 3)
+    )
+
+
+def batches(steps, size, shape=(3, 4, 4), outputs=4, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, *shape, generator=generator), torch.randn(size, outputs, generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def vectors(steps, size, seed=3):
+    return batches(steps, size, (6,), 3, seed)
+
+
+def shard(batch, rank, world):
+    return [t[rank * len(t) // world : (rank + 1) * len(t) // world] for t in batch]
+
+
+def numbers(module):
+    return [p.detach().numpy().copy() for p in module.state_dict().values()]
+
+
+def close(a, b, tolerance=1e-6):
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+
+
+def both(rank, world, build, train, ours=None, theirs=None, path=None):
+    """Trains with torch's DDP and with ours in the same process; returns (ours, theirs) as lists of arrays."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    results = []
+    for package, kwargs, wrap in (
+        (cdist, ours, cdist.DistributedDataParallel),
+        (dist, theirs, nn.parallel.DistributedDataParallel),
+    ):
+        ddp = wrap(build(), **(kwargs or {}))
+        results.append(train(ddp, rank, world, package) or numbers(ddp))
+    # torch's group is left to the process's end: its destructor can wait for a thread that waits for the GIL.
+    return results
+
+
+def compare(world, build, train, ours=None, theirs=None, tolerance=1e-6):
+    folder = tempfile.mkdtemp()
+    try:
+        outcomes = run(
+            both, world, build, train, ours, ours if theirs is None else theirs, os.path.join(folder, "store")
+        )
+    finally:
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
+    for mine, reference in outcomes:
+        close(mine, reference, tolerance)
+    return outcomes
+
+
+def fit(ddp, rank, world, package, steps=5, **kwargs):
+    optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    for batch in batches(steps, 12):
+        x, y = shard(batch, rank, world)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x, **kwargs), y).backward()
+        optimizer.step()
+
+
+MODES = {
+    "plain": {},
+    "small buckets": {"bucket_cap_mb": 0.001},
+    "views": {"gradient_as_bucket_view": True},
+    "small views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.001},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "no buffers": {"broadcast_buffers": False},
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_torch(mode, world):
+    outcomes = compare(world, make, fit, MODES[mode])
+    if mode != "no buffers":
+        for mine, _ in outcomes:
+            names = [name for name in make().state_dict() if "running" not in name]
+            same = zip(make().state_dict(), mine, outcomes[0][0], strict=True)
+            assert all((a == b).all() for name, a, b in same if name in names)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bitwise_equal_where_divisions_are_exact(world):
+    """Two and four ranks divide by powers of two, and two ranks have one order of summing."""
+
+    def train(ddp, rank, world, package):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for batch in vectors(4, 8):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+
+    outcomes = compare(world, small, train)
+    if world <= 2:
+        for mine, reference in outcomes:
+            assert all((a == b).all() for a, b in zip(mine, reference, strict=True))
+
+
+def test_equals_one_process_with_the_whole_batch():
+    data = vectors(5, 12)
+
+    def train(module, part):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for batch in data:
+            x, y = part(batch)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(x), y).backward()
+            optimizer.step()
+        return numbers(module)
+
+    alone = train(small().double(), lambda batch: [t.double() for t in batch])
+
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(small(rank).double())
+        return train(ddp, lambda batch: [t.double() for t in shard(batch, rank, world)])
+
+    for world in WORLDS:
+        for outcome in run(body, world):
+            close(outcome, alone, 1e-12)
+
+
+def test_no_sync_and_accumulation():
+    def accumulate(ddp, rank, world, package):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for number, batch in enumerate(vectors(9, 8)):
+            x, y = shard(batch, rank, world)
+            if number % 3 == 2:
+                nn.functional.mse_loss(ddp(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=number == 2)
+            else:
+                with ddp.no_sync():
+                    nn.functional.mse_loss(ddp(x), y).backward()
+
+    for views in (False, True):
+        outcomes = compare(2, lambda: small(norm=True), accumulate, {"gradient_as_bucket_view": views})
+
+        def helper(rank, world, views=views):
+            ddp = cdist.DistributedDataParallel(small(norm=True), gradient_as_bucket_view=views)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+            for batch, last in ddp.accumulate(3, vectors(9, 8)):
+                x, y = shard(batch, rank, world)
+                nn.functional.mse_loss(ddp(x), y).backward()
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert ddp._sync.reducer.launched[0] == 3
+            return numbers(ddp)
+
+        close(run(helper, 2)[0], outcomes[0][0])
+
+
+def test_unused_parameters():
+    def train(ddp, rank, world, package):
+        optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.05)
+        gone = []
+        for number, batch in enumerate(batches(6, 8)):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad()
+            spare = number % 3 != 0 and (number % 2 == 0 or rank == 0)
+            nn.functional.mse_loss(ddp(x, spare=spare), y).backward()
+            gone.append(ddp.module.spare.weight.grad is None)
+            optimizer.step()
+        return [*numbers(ddp), np.array(gone)]
+
+    for views in (False, True):
+        kwargs = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
+        for mine, _ in compare(2, make, train, kwargs):
+            assert mine[-1].tolist() == [True, False, False, True, False, False]
+
+
+def test_static_graph_with_unused_and_checkpointed_layers():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.two, self.spare = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            x = checkpoint(self.one, x, use_reentrant=True)
+            x = checkpoint(self.one, x, use_reentrant=True)
+            return self.two(x)
+
+    def train(ddp, rank, world, package):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for batch in vectors(5, 8):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x.requires_grad_()), y).backward()
+            optimizer.step()
+
+    compare(2, Twice, train, {"static_graph": True})
+
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(Twice(), find_unused_parameters=True)
+        x, y = shard(vectors(1, 8)[0], rank, world)
+        with pytest.raises(
+            RuntimeError, match="mark a variable ready only once.*one.* has been marked as ready twice"
+        ):
+            nn.functional.mse_loss(ddp(x.requires_grad_()), y).backward()
+        return True
+
+    run(body, 1)
+
+
+@pytest.mark.parametrize("reentrant", [False])
+def test_checkpointing_without_static_graph(reentrant):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+            self.last = nn.Linear(6, 3)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return self.last(x)
+
+    def train(ddp, rank, world, package):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for batch in vectors(4, 8):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+
+    compare(2, Deep, train)
+
+
+def test_missing_gradient_is_named_on_every_rank():
+    def body(rank, world, how):
+        ddp = cdist.DistributedDataParallel(make())
+        x, y = shard(batches(1, 8)[0], rank, world)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with pytest.raises(
+            RuntimeError, match="Expected to have finished reduction in the prior iteration"
+        ) as caught:
+            nn.functional.mse_loss(ddp(x, spare=rank == 0), y).backward()
+            if how == "step":
+                optimizer.step()
+            else:
+                ddp(x)
+        ddp.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+        return str(caught.value)
+
+    for how in ("step", "forward"):
+        texts = run(body, 2, how)
+        assert texts[0] == texts[1]
+        assert "for rank 1" in texts[0]
+        assert "'spare.weight', 'spare.bias'" in texts[0]
+        assert "find_unused_parameters=True" in texts[0]
+
+
+def test_backward_in_two_parts():
+    def body(rank, world):
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
+        module.forward = lambda x: (module["a"](x).sum(), module["b"](x).sum())
+        ddp = cdist.DistributedDataParallel(module)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            a, b = ddp(torch.full((2, 3), float(rank)))
+            a.backward()
+            b.backward()
+            optimizer.step()
+            assert (module["a"].weight.grad == 1).all() and (module["b"].weight.grad == 1).all()
+
+    run(body, 2)
+
+
+def test_unsynced_step_raises_when_debugging():
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(small())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        x, y = vectors(1, 4)[0]
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+        with pytest.raises(RuntimeError, match="not synchronised"):
+            optimizer.step()
+        ddp(x).sum().backward()
+        optimizer.step()
+
+    run(body, 2, environ={"CDIST_DEBUG": "DETAIL"})
+
+
+def test_mixed_precision_as_in_the_tutorials():
+    def train(ddp, rank, world, package):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for batch in vectors(4, 8):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.mse_loss(ddp(x).float(), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+    compare(2, small, train)
+
+
+def test_parameters_of_several_dtypes():
+    def build():
+        module = small()
+        module[0].double()
+        module[2].bfloat16()
+        return module
+
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(build())
+        assert ddp._sync.reducer.buckets == 2
+        for _ in range(3):
+            ddp.zero_grad()
+            sum((p * (rank + 1)).float().sum() for p in ddp.parameters()).backward()
+            for p in ddp.parameters():
+                assert p.grad.dtype == p.dtype
+                assert (p.grad == 1.5).all()
+
+    run(body, 2)
+
+
+# ---- hooks
+
+
+def hooks_of(package):
+    import importlib
+
+    base = "cdist" if package is cdist else "torch.distributed"
+    load = lambda name: importlib.import_module(f"{base}.algorithms.ddp_comm_hooks.{name}")  # noqa: E731
+    return load("default_hooks"), load("powerSGD_hook"), load("post_localSGD_hook")
+
+
+def one_matrix():
+    torch.manual_seed(0)
+    return nn.Linear(24, 32, bias=False)
+
+
+def fit_matrix(ddp, rank, world, steps=6):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    for batch in batches(steps, 8, (24,), 32):
+        x, y = shard(batch, rank, world)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "fp16", "fp16 wrapped", "power", "power plain", "builtin"])
+def test_hooks_equal_torchs(hook):
+    def train(ddp, rank, world, package):
+        default, power, _ = hooks_of(package)
+        if hook == "builtin":
+            ddp._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+        elif hook == "allreduce":
+            ddp.register_comm_hook(None, default.allreduce_hook)
+        elif hook == "fp16":
+            ddp.register_comm_hook(None, default.fp16_compress_hook)
+        elif hook == "fp16 wrapped":
+            ddp.register_comm_hook(None, default.fp16_compress_wrapper(default.allreduce_hook))
+        else:
+            kwargs = {"use_error_feedback": False, "warm_start": False} if hook == "power plain" else {}
+            state = power.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, **kwargs)
+            ddp.register_comm_hook(state, power.powerSGD_hook)
+        fit_matrix(ddp, rank, world)
+
+    compare(2, one_matrix, train, tolerance=1e-3 if "fp16" in hook or hook == "builtin" else 1e-5)
+
+
+def test_hooks_on_a_whole_model():
+    def body(rank, world, kind):
+        from cdist.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+        from cdist.parallel.hooks import PostLocalSGDState
+        from cdist.parallel.powersgd import PowerSGDState
+
+        ddp = cdist.DistributedDataParallel(make(rank), bucket_cap_mb=0.001)
+        state = None
+        if "POWER" in kind:
+            state = PowerSGDState(None, start_powerSGD_iter=2)
+        elif kind == "POST_LOCAL_SGD":
+            state = PostLocalSGDState(None, cdist.new_group([0, 1]), 100)
+        register_ddp_comm_hook(DDPCommHookType[kind], ddp, state)
+        fit(ddp, rank, world, cdist)
+        return [p.detach().numpy() for p in ddp.parameters()]
+
+    reference = run(lambda rank, world: numbers_of_fit(rank, world), 2)[0]
+    for kind in (
+        "ALLREDUCE",
+        "FP16_COMPRESS",
+        "BF16_COMPRESS",
+        "POWER_SGD",
+        "BATCHED_POWER_SGD",
+        "POST_LOCAL_SGD",
+    ):
+        first, second = run(body, 2, kind)
+        close(first, second, 0)
+        if "POWER" not in kind:
+            close(first, reference, 2e-2 if "COMPRESS" in kind else 1e-6)
+
+
+def numbers_of_fit(rank, world, **kwargs):
+    ddp = cdist.DistributedDataParallel(make(rank), **kwargs)
+    fit(ddp, rank, world, cdist)
+    return [p.detach().numpy() for p in ddp.parameters()]
+
+
+def test_own_hooks():
+    def body(rank, world):
+        seen = []
+
+        def hook(state, bucket: cdist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            seen.append((bucket.index(), bucket.is_last(), len(bucket.gradients()), len(bucket.parameters())))
+            assert sum(g.numel() for g in bucket.gradients()) == bucket.buffer().numel()
+            work = cdist.all_reduce(bucket.buffer(), async_op=True)
+            return work.get_future().then(lambda future: future.value()[0] / cdist.get_world_size())
+
+        ddp = cdist.DistributedDataParallel(small(rank), bucket_cap_mb_list=[1e-4, 1.0])
+        ddp.register_comm_hook(None, hook)
+        ddp(torch.full((2, 6), float(rank))).sum().backward()
+        mine = [p.grad.clone() for p in ddp.parameters()]
+        plain = cdist.DistributedDataParallel(small(rank))
+        plain(torch.full((2, 6), float(rank))).sum().backward()
+        close(mine, [p.grad for p in plain.parameters()])
+        assert [s[0] for s in seen] == list(range(len(seen))) and [s[1] for s in seen][-1]
+
+        with pytest.raises(TypeError, match="must be callable"):
+            plain.register_comm_hook(None, 1)
+        with pytest.raises(KeyError, match="bucket"):
+            plain.register_comm_hook(None, lambda s, b: None)
+        with pytest.raises(RuntimeError, match="can only be called once"):
+            ddp.register_comm_hook(None, hook)
+        plain.register_comm_hook(None, lambda state, bucket: 1)
+        with pytest.raises(
+            RuntimeError, match="must return a torch.futures.Future object, but got builtins.int"
+        ):
+            plain(torch.ones(2, 6)).sum().backward()
+
+    run(body, 2)
+
+
+# ---- buffers, batch normalisation
+
+
+def test_buffers_are_those_of_rank_0():
+    def body(rank, world):
+        module = nn.Module()
+        module.register_buffer("count", torch.tensor([float(rank)]))
+        module.weight = nn.Parameter(torch.ones(2))
+        module.forward = lambda x: (module.weight * x).sum() + module.count.sum()
+        ddp = cdist.DistributedDataParallel(module)
+        assert module.count.item() == 0
+        module.count = module.count + rank + 1
+        assert ddp.will_sync_module_buffers()
+        ddp(torch.ones(2)).backward()
+        assert module.count.item() == 1
+        with ddp.no_sync():
+            ddp(torch.ones(2)).backward()
+        module.count += rank
+        ddp(torch.ones(2)).backward()
+        assert module.count.item() == 1 + rank  # not after a pass without synchronisation
+        # Two forward passes before backward: buffers that are equal are not written.
+        version = module.count._version
+        ddp.broadcast_buffers_now()
+        ddp.broadcast_buffers_now()
+        assert module.count._version - version <= rank
+
+    run(body, 2)
+
+
+def test_two_forward_passes_with_batch_norm_before_backward():
+    def body(rank, world):
+        torch.manual_seed(rank)
+        ddp = cdist.DistributedDataParallel(small(norm=True))
+        ddp.module[1].eval()
+        (ddp(torch.randn(4, 6)).sum() + ddp(torch.randn(4, 6)).sum()).backward()
+
+    run(body, 2)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 7)])
+def test_sync_batch_norm_equals_the_whole_batch(sizes):
+    x = torch.randn(sum(sizes), 5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn_like(x)
+
+    def build():
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(5).double()
+        nn.init.normal_(norm.weight)
+        return nn.Sequential(nn.Identity(), norm)
+
+    whole = build()
+    inputs = x.clone().requires_grad_()
+    out = whole(inputs)
+    (out * weights).sum().backward()
+
+    def body(rank, world):
+        module = cdist.nn.SyncBatchNorm.convert_sync_batchnorm(build())
+        assert isinstance(module[1], cdist.nn.SyncBatchNorm)
+        ddp = cdist.DistributedDataParallel(module, reduce="sum")
+        part = slice(0, sizes[0]) if rank == 0 else slice(sizes[0], None)
+        mine = x[part].clone().requires_grad_()
+        result = ddp(mine)
+        (result * weights[part]).sum().backward()
+        module.eval()
+        module(mine)
+        return (result.detach().numpy(), mine.grad.numpy(), module[1].weight.grad.numpy(), module[1].bias.grad.numpy(),
+                module[1].running_mean.numpy(), module[1].running_var.numpy())  # fmt: skip
+
+    import cdist.nn
+
+    outcomes = run(body, 2)
+    close([np.concatenate([o[0] for o in outcomes])], [out.detach().numpy()], 1e-10)
+    close([np.concatenate([o[1] for o in outcomes])], [inputs.grad.numpy()], 1e-10)
+    norm = whole[1]
+    for outcome in outcomes:
+        close(outcome[2:], [norm.weight.grad.numpy(), norm.bias.grad.numpy(), norm.running_mean.numpy(), norm.running_var.numpy()], 1e-10)  # fmt: skip
+
+
+# ---- uneven inputs
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"hook": True}]
+)
+def test_join_equals_torchs(by_all, kwargs):
+    hook = kwargs.get("hook")
+    kwargs = {k: v for k, v in kwargs.items() if k != "hook"}
+
+    def train(ddp, rank, world, package):
+        if hook:
+            ddp.register_comm_hook(None, hooks_of(package)[0].allreduce_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        with ddp.join(divide_by_initial_world_size=by_all):
+            for batch in vectors(3 + 2 * rank, 6, seed=rank):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(ddp(batch[0]), batch[1]).backward()
+                optimizer.step()
+
+    outcomes = compare(2, lambda: small(norm=True), train, kwargs)
+    close(outcomes[0][0], outcomes[1][0], 0)
+
+
+def test_join_can_throw_and_be_disabled():
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(small())
+        with pytest.raises(RuntimeError) as caught:
+            with ddp.join(throw_on_early_termination=True):
+                for batch in vectors(2 + rank, 4):
+                    ddp(batch[0]).sum().backward()
+        with ddp.join(enable=False):
+            ddp(batch[0]).sum().backward()
+        return str(caught.value)
+
+    texts = run(body, 2)
+    assert texts[0] == "Rank 0 exhausted all inputs."
+    assert "at least one rank that exhausted inputs" in texts[1]
+
+
+# ---- modes of reduction, plans
+
+
+def test_modes():
+    shards = [slice(0, 3), slice(3, 8)]
+    x, y = (t.double() for t in vectors(1, 8)[0])
+
+    def alone(part):
+        module = small().double()
+        nn.functional.mse_loss(module(x[part]), y[part]).backward()
+        return [p.grad.numpy() for p in module.parameters()]
+
+    def body(rank, world, mode):
+        ddp = cdist.DistributedDataParallel(small().double(), reduce=mode)
+        if mode == "weights":
+            ddp.set_weight(len(x[shards[rank]]))
+        else:
+            with pytest.raises(ValueError, match="weights"):
+                ddp.set_weight(1)
+        nn.functional.mse_loss(ddp(x[shards[rank]]), y[shards[rank]]).backward()
+        return [p.grad.numpy() for p in ddp.parameters()]
+
+    one, two = alone(shards[0]), alone(shards[1])
+    expected = {
+        "weights": alone(slice(0, 8)),
+        "sum": [a + b for a, b in zip(one, two, strict=True)],
+        "mean": [(a + b) / 2 for a, b in zip(one, two, strict=True)],
+    }
+    for mode, grads in expected.items():
+        for outcome in run(body, 2, mode):
+            close(outcome, grads, 1e-12)
+
+
+def test_buckets_are_rebuilt_as_in_torch():
+    def body(rank, world):
+        torch.manual_seed(0)
+        module = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(10)], nn.BatchNorm1d(1000))
+        ddp = cdist.DistributedDataParallel(module)
+        first = ddp._get_ddp_logging_data()
+        for _ in range(2):
+            ddp(torch.ones(2, 1000)).sum().backward()
+        return first, ddp._get_ddp_logging_data()
+
+    first, later = run(body, 2)[0]
+    assert later["rebuilt_bucket_sizes"] == "4012000, 28028000, 8008000"
+    order = later["prev_iteration_grad_ready_order_indices"].split(
+        ", "
+    )  # of the normalisation: 20, 21 or 21, 20
+    assert sorted(order[:2]) == ["20", "21"]
+    assert order[2:] == [str(index) for index in range(19, -1, -1)]
+    groups = [" ".join(order[:4]), " ".join(order[4:18]), " ".join(order[18:])]
+    assert later["rebuilt_per_bucket_param_indices"] == ", ".join(groups)
+    assert first["world_size"] == 2
+    assert first["module_name"] == "Sequential"
+    assert first["num_parameter_tensors"] == 22
+    assert first["total_parameter_size_bytes"] == 40048000
+    assert first["bucket_cap_bytes"] == 26214400
+
+
+def test_set_trainable():
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(small(rank))
+        names = [name for name, _ in ddp.module.named_parameters()]
+        for chosen in (names, names[1:], names):
+            ddp.set_trainable(chosen)
+            ddp.zero_grad()
+            ddp(torch.full((2, 6), float(rank))).sum().backward()
+            assert (ddp.module[0].weight.grad is None) == (len(chosen) < len(names))
+        with pytest.raises(RuntimeError, match=names[0].replace(".", r"\.")):
+            ddp.set_trainable(names[rank:])
+
+    run(body, 2)
+
+
+def test_gradients_as_views_are_linked_again():
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(small(), gradient_as_bucket_view=True)
+        x = torch.full((2, 6), float(rank))
+        places = []
+        for _ in range(4):
+            ddp.zero_grad(set_to_none=True)
+            ddp(x).sum().backward()
+            places.append([p.grad.data_ptr() for p in ddp.parameters()])
+            assert all(p.grad is view for p, view in zip(ddp._params, ddp._views, strict=True))
+        assert places[-1] == places[-2]
+        ddp.zero_grad(set_to_none=False)
+        ddp(x).sum().backward()
+        assert [p.grad.data_ptr() for p in ddp.parameters()] == places[-1]
+        with pytest.raises(RuntimeError):
+            ddp.module[0].weight.grad.detach_()
+            raise RuntimeError("detaching a plain tensor is harmless")
+
+    run(body, 2)
+
+
+# ---- state
+
+
+def test_state_dict_and_pickle():
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(small(rank))
+        assert list(ddp.state_dict()) == [
+            "module.0.weight",
+            "module.0.bias",
+            "module.2.weight",
+            "module.2.bias",
+        ]
+        again = pickle.loads(pickle.dumps(ddp))
+        twin = copy.deepcopy(ddp)
+        assert type(again) is type(ddp)
+        for other in (again, twin):
+            x = torch.full((2, 6), float(rank))
+            ddp.zero_grad()
+            ddp(x).sum().backward()
+            other(x).sum().backward()
+            close([p.grad for p in other.parameters()], [p.grad for p in ddp.parameters()], 0)
+        grouped = cdist.DistributedDataParallel(small(rank), process_group=cdist.new_group([0, 1]))
+        with pytest.raises(RuntimeError, match="DDP Pickling/Unpickling are only supported"):
+            pickle.dumps(grouped)
+
+    run(body, 2)
+
+
+def test_subclass_and_subgroup():
+    class Mine(cdist.DistributedDataParallel):
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.module, name)
+
+    def body(rank, world):
+        group = cdist.new_group([1, 2])
+        if rank == 0:
+            return None
+        module = small(rank)
+        module.hello = "hello"
+        ddp = Mine(module, process_group=group)
+        assert isinstance(ddp, Mine) and isinstance(ddp, nn.Module) and ddp.hello == "hello"
+        assert isinstance(ddp, cdist.DistributedDataParallel)
+        ddp(torch.full((2, 6), float(rank))).sum().backward()
+        return numbers(ddp) + [p.grad.numpy() for p in ddp.parameters()]
+
+    _, one, two = run(body, 3)
+    close(one, two, 0)
+    close(one[:4], numbers(small(1)), 0)
+
+
+# ---- wrong use
+
+
+def test_models_that_differ_raise_everywhere():
+    def body(rank, world):
+        said = []
+        builds = [
+            lambda: nn.Linear(2, 3 + rank),
+            lambda: nn.Linear(2, 3, bias=rank == 0),
+            lambda: nn.Linear(2, 3).to(torch.float64 if rank else torch.float32),
+            lambda: nn.ModuleDict({"a" if rank else "b": nn.Linear(1, 1)}),
+            lambda: nn.Linear(2, 3).requires_grad_(rank == 0),
+        ]
+        for build in builds:
+            with pytest.raises(RuntimeError, match="DDP expects same model across all ranks") as caught:
+                cdist.DistributedDataParallel(build())
+            said.append(str(caught.value))
+        with pytest.raises(RuntimeError, match="is not needed when a module doesn't have any parameter"):
+            cdist.DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False))
+        return said
+
+    for rank, said in enumerate(run(body, 2)):
+        assert "(3, 2)" in said[0] and "(4, 2)" in said[0]
+        assert f"Rank {rank} has {2 - rank} params" in said[1]
+        assert "float64" in said[2]
+        assert "'a.weight'" in said[3] and "'b.weight'" in said[3]
+        assert "frozen" in said[4]
+
+
+def test_wrong_arguments():
+    def body(rank, world):
+        module = nn.Linear(1, 1)
+        for kwargs, kind, text in (
+            ({"device_ids": [0, 1]}, ValueError, "device_ids can only be None or contain a single element"),
+            ({"device_ids": [0]}, ValueError, "only work with single-device/multiple-device GPU modules"),
+            ({"output_device": 0}, ValueError, "only work with"),
+            ({"delay_all_reduce_named_params": []}, ValueError, "set at the same time"),
+            ({"reduce": "median"}, ValueError, "reduce must be"),
+        ):
+            with pytest.raises(kind, match=text):
+                cdist.DistributedDataParallel(module, **kwargs)
+        with pytest.raises(RuntimeError, match="uninitialized parameters"):
+            cdist.DistributedDataParallel(nn.LazyLinear(1))
+        with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+            cdist.DistributedDataParallel(nn.Sequential(nn.SyncBatchNorm(3)))
+
+    run(body, 1)
+
+
+def test_ignored_parameters():
+    def body(rank, world):
+        module = small(rank)
+        module._ddp_params_and_buffers_to_ignore = ["0.weight"]
+        ddp = cdist.DistributedDataParallel(module)
+        ddp(torch.full((2, 6), float(rank))).sum().backward()
+        return numbers(ddp)[0], module[0].weight.grad.numpy(), module[2].weight.grad.numpy()
+
+    one, two = run(body, 2)
+    assert (one[0] != two[0]).any()
+    assert (one[1] != two[1]).any()
+    close([one[2]], [two[2]], 0)
+
+
+def test_torch_is_not_imported_for_arrays():
+    import subprocess
+    import sys
+
+    code = """
+import sys, numpy, cdist
+cdist.init_process_group(store=cdist.HashStore(), rank=0, world_size=1)
+p = cdist.Parameter(numpy.zeros(2))
+M = type("M", (), {"named_parameters": lambda self: [("p", p)]})
+ddp = cdist.DistributedDataParallel(M())
+p.accumulate_grad(numpy.ones(2)); p.grad
+cdist.GradientReducer([numpy.zeros(2)]).reduce([numpy.zeros(2)])
+assert "torch" not in sys.modules
+cdist.destroy_process_group()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
