@@ -121,6 +121,7 @@ _LAZY = {
     "DistributedSampler": "cdist.sampler",
     **dict.fromkeys(
         [
+            "DataParallel",
             "DistributedDataParallel",
             "GradientReducer",
             "Parameter",
@@ -268,6 +269,7 @@ __all__ = [
     "register_rendezvous_handler",
     # training
     "DistributedDataParallel",
+    "DataParallel",
     "GradientReducer",
     "Parameter",
     "GradBucket",

@@ -1,11 +1,13 @@
 """Data parallelism: DistributedDataParallel, GradientReducer, joining, communication hooks."""
 
 from cdist.parallel.array_module import Parameter, no_sync
+from cdist.parallel.data_parallel import DataParallel, data_parallel
 from cdist.parallel.ddp import DistributedDataParallel
 from cdist.parallel.gradients import GradientReducer
 from cdist.parallel.join import Join, Joinable, JoinHook
 
 __all__ = [
+    "DataParallel",
     "DistributedDataParallel",
     "GradBucket",
     "GradientReducer",
@@ -13,6 +15,7 @@ __all__ = [
     "JoinHook",
     "Joinable",
     "Parameter",
+    "data_parallel",
     "no_sync",
 ]
 
