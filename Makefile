@@ -13,11 +13,15 @@ help:           ## this list
 train: $(VENV)/.installed-examples   ## everything, from nothing to a trained model on two processes
 	$(VENV)/bin/cdistrun --nproc-per-node $(RANKS) examples/digits.py
 
-test: $(VENV)/.installed-test test-c   ## everything, from nothing to the whole test suite
+test: $(VENV)/.installed-test test-c   ## from nothing to the test suite: C and Python, but for the long fault matrix
+	$(PYTEST) -m "not slow" tests
+
+test-all: $(VENV)/.installed-test test-c   ## the same and what is marked slow: the whole fault matrix, some minutes more
 	$(PYTEST) tests
 
+QUICK := array collectives collective_calls collectives_doc errors groups layering names objects p2p reducer sampler settings style
 test-quick: $(VENV)/.installed-test    ## the tests that take under three minutes together
-	$(PYTEST) -m "not slow" tests
+	$(PYTEST) -m "not slow" $(QUICK:%=tests/test_%.py)
 
 # ---- set-up ----
 
@@ -47,11 +51,11 @@ dev:            ## build the extension in place; PY=… chooses the interpreter
 	@CDIST_WERROR=1 $(PY) setup.py -q build_ext --inplace -j2
 
 test-c:         ## the C tests, plain
-	@$(MAKE) -s -C tests/c
+	@$(MAKE) -s -j2 -C tests/c
 
 sanitize:       ## the C tests under ASan+UBSan and under TSan
-	@$(MAKE) -s -C tests/c SAN=address,undefined
-	@$(MAKE) -s -C tests/c SAN=thread
+	@$(MAKE) -s -j2 -C tests/c SAN=address,undefined
+	@$(MAKE) -s -j2 -C tests/c SAN=thread
 
 SANITIZED := build/sanitize-python
 SANITIZED_TESTS ?= store p2p objects reducer collectives
@@ -78,4 +82,4 @@ bench-gpu:      ## cdist beside torch.distributed and raw NCCL on real GPUs
 clean:
 	rm -rf build dist $(VENV) python/cdist/*.so python/*.egg-info
 
-.PHONY: help train test test-quick tools dev test-c sanitize sanitize-python lint bench test-gpu bench-gpu clean
+.PHONY: help train test test-all test-quick tools dev test-c sanitize sanitize-python lint bench test-gpu bench-gpu clean

@@ -5,22 +5,31 @@
 #include <strings.h>
 
 static const cd_knob_row rows[] = {
-    {"CDIST_LOG", "warn", "what is said on stderr: a level (error, warn, info, debug) and topics (plan, stall, store, net, ddp, gpu)"},
+    {"CDIST_LOG", "warn",
+     "what is said on stderr: a level (error, warn, info, debug) and topics (plan, stall, store, net, ddp, "
+     "gpu)"},
     {"CDIST_TRANSPORT", "auto", "auto: shared memory within a host, TCP between hosts; tcp: TCP everywhere"},
-    {"CDIST_PLAN", "", "overrides the choice of algorithms: \"all_reduce:0-64K:shm_small;all_reduce:64K-:shm_stage\""},
+    {"CDIST_PLAN", "",
+     "overrides the choice of algorithms: \"all_reduce:0-64K:shm_small;all_reduce:64K-:shm_stage\""},
     {"CDIST_SIMD", "auto", "instruction set of the kernels: auto, scalar, avx2, avx512, neon"},
-    {"CDIST_ARENA_BYTES", "auto", "shared arena per rank: auto (as much as the host has memory, at most 64G) or bytes (K, M, G); 0: none"},
-    {"CDIST_SOCKET_IFNAME", "", "interface for data connections: name, prefix or CIDR, by comma; default: the route to the master"},
+    {"CDIST_ARENA_BYTES", "auto",
+     "shared arena per rank: auto (as much as the host has memory, at most 64G) or bytes (K, M, G); 0: none"},
+    {"CDIST_SOCKET_IFNAME", "",
+     "interface for data connections: name, prefix or CIDR, by comma; default: the route to the master"},
     {"CDIST_PORT_RANGE", "", "ports for data connections (\"20000-20100\"); default: free ports"},
     {"GLOO_SOCKET_IFNAME", "", "as CDIST_SOCKET_IFNAME, which goes first"},
-    {"CDIST_STORE_BIND", "", "address on which the store of rank 0 listens; default: MASTER_ADDR itself, never a wildcard unless given here"},
-    {"CDIST_JOB_SECRET", "", "64 hex digits: connections must prove that they know it; made by cdistrun for each job"},
+    {"CDIST_STORE_BIND", "",
+     "address on which the store of rank 0 listens; default: MASTER_ADDR itself, never a wildcard unless "
+     "given here"},
+    {"CDIST_JOB_SECRET", "",
+     "64 hex digits: connections must prove that they know it; made by cdistrun for each job"},
     {"CDIST_STALL_SECONDS", "60", "after how long a waiting operation is reported as stalled; 0: never"},
     {"CDIST_DUMP_DIR", "", "folder for the recorder's JSON files; default: the temporary folder"},
     {"CDIST_DEBUG", "OFF", "OFF, INFO or DETAIL: extra checks (TORCH_DISTRIBUTED_DEBUG is honoured too)"},
     {"CDIST_NCCL_LIB", "", "path of libnccl.so.2; default: the loaded one, wheels' folders, the system"},
     {"CDIST_CUDA_LIB", "", "path of libcuda.so.1; default: the system's"},
-    {"CDIST_NVRTC_LIB", "", "path of libnvrtc (compiles our kernels where the build had no nvcc); default: as for NCCL"},
+    {"CDIST_NVRTC_LIB", "",
+     "path of libnvrtc (compiles our kernels where the build had no nvcc); default: as for NCCL"},
 };
 
 const cd_knob_row *cd_knob_rows(size_t *count_p)

@@ -69,7 +69,8 @@ void cd_bell_ring(cd_bell *bell)
         syscall(SYS_futex, &bell->state, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
 }
 
-/* Sleeps until the bell rings, a signal comes or `ms` are over. False if it had rung before: then there is nothing to wait for. */
+/* Sleeps until the bell rings, a signal comes or `ms` are over. False if it had rung before: then there is
+ * nothing to wait for. */
 static bool sleep_on(cd_bell *bell, int ms)
 {
     uint32_t quiet = CD_BELL_QUIET;

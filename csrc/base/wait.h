@@ -1,7 +1,8 @@
-/* The one wait loop. Whoever waits for a word in memory, for a socket or for both, does it through here, so that the
- * deadline, the abort word, Ctrl-C and the courtesy to other threads are in one place.
+/* The one wait loop. Whoever waits for a word in memory, for a socket or for both, does it through here, so
+ * that the deadline, the abort word, Ctrl-C and the courtesy to other threads are in one place.
  *
- * Phases: spin with pause → sched_yield → naps of 50 µs, or sleep until a bell rings. Abort and deadline are looked at after the spin, then each turn. */
+ * Phases: spin with pause → sched_yield → naps of 50 µs, or sleep until a bell rings. Abort and deadline are
+ * looked at after the spin, then each turn. */
 #ifndef CD_BASE_WAIT_H
 #define CD_BASE_WAIT_H
 

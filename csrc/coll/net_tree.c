@@ -94,10 +94,12 @@ static cd_status pass_hello(const tree *t)
         CD_TRY(cd_net_wait(run, run->team->world + t->parent, 1));
         CD_TRY(cd_net_check(run, t->parent, &hello));
         if (hello->block_bytes != t->data.bytes)
-            return cd_fail_rank(CD_MISMATCH, run->team->world_ranks[t->parent], "broadcast, sequence %llu: rank %d sends %llu bytes, "
-                                "rank %d expects %zu", (unsigned long long)run->op->sequence,
-                                run->team->world_ranks[t->parent], (unsigned long long)hello->block_bytes,
-                                run->team->world_ranks[me], t->data.bytes);
+            return cd_fail_rank(CD_MISMATCH, run->team->world_ranks[t->parent],
+                                "broadcast, sequence %llu: rank %d sends %llu bytes, "
+                                "rank %d expects %zu",
+                                (unsigned long long)run->op->sequence, run->team->world_ranks[t->parent],
+                                (unsigned long long)hello->block_bytes, run->team->world_ranks[me],
+                                t->data.bytes);
         if (hello->carried)
             cd_piece_write(&t->data, 0, hello->carried, cd_net_carried(hello));
     }

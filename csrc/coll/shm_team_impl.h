@@ -1,18 +1,21 @@
 /* The inside of a shared-memory team; included by coll/shm_*.c and their tests alone.
  *
- * Vocabulary. *Head*: the 64-byte line with which a rank enters an operation; two a rank, by parity of the operation's
- * number. *Small slot*: what a rank gives in a small operation; slots follow each other around a small ring. *Ring*: SLOTS slots a rank, through
- * which larger operations pass in *rounds*; a slot holds one *slice* for each reader, or one for all. *Piece*: the part of a
- * user's buffer that one rank gives to another.
+ * Vocabulary. *Head*: the 64-byte line with which a rank enters an operation; two a rank, by parity of the
+ * operation's number. *Small slot*: what a rank gives in a small operation; slots follow each other around a
+ * small ring. *Ring*: SLOTS slots a rank, through which larger operations pass in *rounds*; a slot holds one
+ * *slice* for each reader, or one for all. *Piece*: the part of a user's buffer that one rank gives to
+ * another.
  *
- * Rules. A word has one writer and only grows; release to post, acquire to read. The one exception is `ring_bytes` (written
- * once, by compare-and-swap, when a team is opened).
+ * Rules. A word has one writer and only grows; release to post, acquire to read. The one exception is
+ * `ring_bytes` (written once, by compare-and-swap, when a team is opened).
  *
- * Every operation of every kind begins with the same meeting: a rank posts its head and then waits for the heads of all. So
- *   - a difference between ranks is found by all of them before any user memory is written, whatever path they take;
- *   - when a rank posts head k, it has finished k−1, so it saw the heads k−1 of all, each posted after its owner had finished
- *     k−2: nobody reads heads, small slots, descriptors or counts of k−2 any more, and those of k may take their place.
- * There is no exit barrier, and rooted kinds need no word of their own. */
+ * Every operation of every kind begins with the same meeting: a rank posts its head and then waits for the
+ * heads of all. So
+ *   - a difference between ranks is found by all of them before any user memory is written, whatever path
+ * they take;
+ *   - when a rank posts head k, it has finished k−1, so it saw the heads k−1 of all, each posted after its
+ * owner had finished k−2: nobody reads heads, small slots, descriptors or counts of k−2 any more, and those
+ * of k may take their place. There is no exit barrier, and rooted kinds need no word of their own. */
 #ifndef CD_COLL_SHM_TEAM_IMPL_H
 #define CD_COLL_SHM_TEAM_IMPL_H
 

@@ -53,7 +53,8 @@ _Static_assert(sizeof(cd_member) == 184, "crosses processes");
 typedef struct {
     cd_member me;
     uint8_t target[CD_MEMBER_NONCE_BYTES]; /* nonce of the process that this is meant for */
-    uint8_t proof[32]; /* HMAC-SHA256 under the job secret of all of the above; both nonces are fresh, so it cannot be used again */
+    uint8_t proof[32]; /* HMAC-SHA256 under the job secret of all of the above; both nonces are fresh, so it
+                          cannot be used again */
 } cd_hello;
 
 #define CD_MEMBER_PROOF_BYTES 32

@@ -83,8 +83,9 @@ cd_status cd_group_status(cd_group *group);
 uint64_t cd_group_context(const cd_group *group);
 /* Number of the last collective issued. */
 uint64_t cd_group_sequence(const cd_group *group);
-/* Blocks until every rank of the group called it, or names those that did not (bitmap of world ranks, up to `world` bytes set
- * to 1 in missing). wait_all: collect all missing until the deadline, otherwise stop at the first. All ranks succeed or all fail. */
+/* Blocks until every rank of the group called it, or names those that did not (bitmap of world ranks, up to
+ * `world` bytes set to 1 in missing). wait_all: collect all missing until the deadline, otherwise stop at the
+ * first. All ranks succeed or all fail. */
 cd_status cd_group_monitored_barrier(cd_group *group, bool wait_all, const cd_patience *patience, uint8_t *missing);
 
 #endif

@@ -18,12 +18,14 @@ _Static_assert(__BYTE_ORDER == __LITTLE_ENDIAN, "frames cross hosts in memory or
 typedef enum {
     CD_FRAME_EAGER = 1, /* a whole message: header and body */
     CD_FRAME_ASK,       /* a large message waits at the sender under `ticket` */
-    CD_FRAME_READY,     /* the receive for it is posted; answer to ASK: `ticket` of the sender, `offset` = ticket of the receiver */
-    CD_FRAME_BODY,      /* a segment: `ticket` of the receiver, `offset` in the message */
-    CD_FRAME_DROP,      /* the sender cancelled what it had announced under `ticket` */
-    CD_FRAME_REFUSE,    /* the receiver will not take the message; `ticket` of the sender, `offset` = cd_status */
-    CD_FRAME_SLOW,      /* announce everything from now on */
-    CD_FRAME_FAST,      /* send small messages eagerly again */
+    CD_FRAME_READY,  /* the receive for it is posted; answer to ASK: `ticket` of the sender, `offset` = ticket
+                        of the receiver */
+    CD_FRAME_BODY,   /* a segment: `ticket` of the receiver, `offset` in the message */
+    CD_FRAME_DROP,   /* the sender cancelled what it had announced under `ticket` */
+    CD_FRAME_REFUSE, /* the receiver will not take the message; `ticket` of the sender, `offset` = cd_status
+                      */
+    CD_FRAME_SLOW,   /* announce everything from now on */
+    CD_FRAME_FAST,   /* send small messages eagerly again */
     CD_FRAME_KINDS
 } cd_frame_kind;
 

@@ -130,7 +130,7 @@ static PyObject *gone(PyObject *module, PyObject *object)
     return list;
 }
 
-/* _describe(group, rank): what is known of a rank, as a sentence. */
+/* _describe_rank(group, rank): what is known of a rank, as a sentence. */
 static PyObject *describe(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -175,7 +175,7 @@ static PyMethodDef functions[] = {
     {"_records", records, METH_VARARGS,
      "_records(group, rank, most=256)\n--\n\nLast operations of a rank of this host, or None."},
     {"_gone", gone, METH_O, "_gone(group)\n--\n\nFor each rank of the world whether it left or is lost."},
-    {"_describe", describe, METH_VARARGS, "_describe(group, rank)\n--\n\nWhat is known of a rank, as a sentence."},
+    {"_describe_rank", describe, METH_VARARGS, "_describe_rank(group, rank)\n--\n\nWhat is known of a rank, as a sentence."},
     {"_group_info", group_info, METH_O, "_group_info(group)\n--\n\n(context, sequence, what broke it or None, generation)."},
     {"_note_site", note_site, METH_O, "_note_site(group)\n--\n\nTells the others of this host where this rank is."},
     {NULL, NULL, 0, NULL},

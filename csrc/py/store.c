@@ -137,8 +137,8 @@ static int start_server(cd_py_store *self, cd_py_state *state, const char *host,
     return 0;
 }
 
-static int open_client(cd_py_store *self, cd_py_state *state, const char *host, const cd_secret *secret, long world, bool is_master,
-                       bool wait_all, uint64_t ns)
+static int open_client(cd_py_store *self, cd_py_state *state, const char *host, const cd_secret *secret,
+                       long world, bool is_master, bool wait_all, uint64_t ns)
 {
     cd_py_wait waiting;
     cd_patience patience = cd_py_wait_begin(&waiting, cd_py_deadline(ns), 1);
@@ -186,9 +186,11 @@ static int tcp_init(PyObject *object, PyObject *args, PyObject *keywords)
     int port, is_master = 0, wait_all = 1, multi_tenant = 0, use_libuv = 1, world, listen_fd;
     uint64_t ns;
     if (!state || already_made(self) ||
-        !PyArg_ParseTupleAndKeywords(args, keywords, "Ui|OpOppOp:TCPStore", names, &host, &port, &world_object, &is_master, &timeout,
-                                     &wait_all, &multi_tenant, &fd_object, &use_libuv) ||
-        cd_py_timeout_ns(timeout, 300 * CD_NS_PER_S, &ns) < 0 || number_or(world_object, "world_size", -1, &world) < 0 ||
+        !PyArg_ParseTupleAndKeywords(args, keywords, "Ui|OpOppOp:TCPStore", names, &host, &port,
+                                     &world_object, &is_master, &timeout, &wait_all, &multi_tenant,
+                                     &fd_object, &use_libuv) ||
+        cd_py_timeout_ns(timeout, 300 * CD_NS_PER_S, &ns) < 0 ||
+        number_or(world_object, "world_size", -1, &world) < 0 ||
         number_or(fd_object, "master_listen_fd", -1, &listen_fd) < 0)
         return -1;
     if (world == 0) {
@@ -389,7 +391,8 @@ static PyType_Slot store_slots[] = {
     LIFE,
     {Py_tp_methods, cd_py_store_methods},
     {Py_tp_getset, cd_py_store_getset},
-    {Py_tp_doc, "Base of all key-value stores. Keys are str, values str or bytes; what comes back is bytes. May be subclassed in\n"
+    {Py_tp_doc, "Base of all key-value stores. Keys are str, values str or bytes; what comes back is bytes. "
+                "May be subclassed in\n"
                 "Python: such a class defines set, get, add, wait and whichever others it needs."},
     {0, NULL},
 };
@@ -430,7 +433,8 @@ static PyType_Slot prefix_slots[] = {
     LIFE,
     {Py_tp_init, prefix_init},
     {Py_tp_getset, prefix_getset},
-    {Py_tp_doc, "PrefixStore(prefix, store)\n--\n\nAnother store whose keys all begin with prefix + \"/\". num_keys and the timeout\n"
+    {Py_tp_doc, "PrefixStore(prefix, store)\n--\n\nAnother store whose keys all begin with prefix + \"/\". "
+                "num_keys and the timeout\n"
                 "are those of the store below."},
     {0, NULL},
 };

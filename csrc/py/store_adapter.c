@@ -20,7 +20,8 @@ static cd_status fail_from_exception(const char *method)
     bool timeout = words && (strstr(words, "imeout") || strstr(words, "imed out"));
     cd_status status = cd_fail(timeout ? CD_STORE_TIMEOUT : CD_STORE, "%s of the store raised %s: %s", method, class_name,
                                words ? words : "?");
-    if (type && (PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt) || PyErr_GivenExceptionMatches(type, PyExc_SystemExit))) {
+    if (type && (PyErr_GivenExceptionMatches(type, PyExc_KeyboardInterrupt) ||
+                 PyErr_GivenExceptionMatches(type, PyExc_SystemExit))) {
         status = cd_fail(CD_INTERRUPTED, "interrupted in %s of the store", method);
         Py_XINCREF(type);
         Py_XINCREF(value);
@@ -98,8 +99,9 @@ static cd_status python_set(cd_store *store, cd_bytes key, cd_bytes value, const
     (void)patience;
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *result = NULL;
-    cd_status status = call(store, "set", Py_BuildValue("(Ny#)", text_of(key), value.data ? value.data : "", (Py_ssize_t)value.bytes),
-                            &result);
+    cd_status status = call(
+        store, "set",
+        Py_BuildValue("(Ny#)", text_of(key), value.data ? value.data : "", (Py_ssize_t)value.bytes), &result);
     Py_XDECREF(result);
     PyGILState_Release(gil);
     return status;

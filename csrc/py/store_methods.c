@@ -386,32 +386,44 @@ static PyObject *get_timeout(PyObject *self, void *unused)
 #define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, doc}
 
 PyMethodDef cd_py_store_methods[] = {
-    FAST("set", set, "set($self, key, value)\n--\n\nStores str or bytes under a key and wakes those who wait for it."),
-    FAST("get", get, "get($self, key)\n--\n\nThe value as bytes; waits for the key up to the store's timeout."),
-    FAST("add", add, "add($self, key, value)\n--\n\nAdds to a decimal counter (missing: 0) and returns the sum."),
+    FAST("set", set,
+         "set($self, key, value)\n--\n\nStores str or bytes under a key and wakes those who wait for it."),
+    FAST("get", get,
+         "get($self, key)\n--\n\nThe value as bytes; waits for the key up to the store's timeout."),
+    FAST("add", add,
+         "add($self, key, value)\n--\n\nAdds to a decimal counter (missing: 0) and returns the sum."),
     FAST("compare_set", compare_set,
          "compare_set($self, key, expected_value, desired_value)\n--\n\n"
-         "Stores desired_value if the key has expected_value (\"\": or is missing). Returns, as bytes, what is stored then;\n"
+         "Stores desired_value if the key has expected_value (\"\": or is missing). Returns, as bytes, what "
+         "is stored then;\n"
          "expected_value for a missing key that was expected to have a value."),
     FAST("check", check, "check($self, keys)\n--\n\nTrue if all keys are there; does not wait."),
     FAST("wait", wait,
          "wait($self, keys, timeout=None)\n--\n\n"
          "Waits until all keys are there. timeout: timedelta or seconds, for this call only; 0 looks once."),
-    FAST("delete_key", delete_key, "delete_key($self, key)\n--\n\nTrue if the key was there (FileStore: always True)."),
-    {"num_keys", num_keys, METH_NOARGS, "num_keys($self)\n--\n\nNumber of keys, with those that the store keeps for itself."},
+    FAST("delete_key", delete_key,
+         "delete_key($self, key)\n--\n\nTrue if the key was there (FileStore: always True)."),
+    {"num_keys", num_keys, METH_NOARGS,
+     "num_keys($self)\n--\n\nNumber of keys, with those that the store keeps for itself."},
     FAST("append", append, "append($self, key, value)\n--\n\nAppends to the value; a missing key is made."),
-    FAST("multi_get", multi_get, "multi_get($self, keys)\n--\n\nThe values as a list of bytes; waits for all keys."),
-    FAST("multi_set", multi_set, "multi_set($self, keys, values)\n--\n\nset for many keys, in one message where the store can."),
-    FAST("queue_push", queue_push, "queue_push($self, key, value)\n--\n\nAppends to the queue of that name (TCPStore, HashStore)."),
+    FAST("multi_get", multi_get,
+         "multi_get($self, keys)\n--\n\nThe values as a list of bytes; waits for all keys."),
+    FAST("multi_set", multi_set,
+         "multi_set($self, keys, values)\n--\n\nset for many keys, in one message where the store can."),
+    FAST("queue_push", queue_push,
+         "queue_push($self, key, value)\n--\n\nAppends to the queue of that name (TCPStore, HashStore)."),
     FAST("queue_pop", queue_pop,
-         "queue_pop($self, key, block=True)\n--\n\nThe oldest entry as bytes; waits for one, or raises QueueEmptyError."),
+         "queue_pop($self, key, block=True)\n--\n\nThe oldest entry as bytes; waits for one, or raises "
+         "QueueEmptyError."),
     FAST("queue_len", queue_len, "queue_len($self, key)\n--\n\nNumber of entries of a queue."),
     {"list_keys", list_keys, METH_NOARGS, "list_keys($self)\n--\n\nThe keys, in no order, as a list of str."},
     FAST("barrier", barrier,
-         "barrier($self, key, world_size, timeout=None)\n--\n\nWaits until world_size callers are here; may be used again."),
+         "barrier($self, key, world_size, timeout=None)\n--\n\nWaits until world_size callers are here; may "
+         "be used again."),
     {"has_extended_api", has_extended_api, METH_NOARGS,
      "has_extended_api($self)\n--\n\nWhether append, multi_get and multi_set are single messages."},
-    {"set_timeout", set_timeout, METH_O, "set_timeout($self, timeout)\n--\n\ntimedelta or seconds, for calls without their own."},
+    {"set_timeout", set_timeout, METH_O,
+     "set_timeout($self, timeout)\n--\n\ntimedelta or seconds, for calls without their own."},
     {NULL, NULL, 0, NULL},
 };
 

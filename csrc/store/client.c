@@ -126,7 +126,8 @@ static cd_status connect_line(tcp_store *s, tcp_line *line, const cd_patience *p
             return keep_line(s, line, fd);
         if (status == CD_PEER_LOST && !first_shut)
             first_shut = cd_now_ns();
-        bool again = status == CD_NETWORK || status == CD_IO || (status == CD_PEER_LOST && cd_now_ns() - first_shut < SHUT_DOOR_NS);
+        bool again = status == CD_NETWORK || status == CD_IO ||
+                     (status == CD_PEER_LOST && cd_now_ns() - first_shut < SHUT_DOOR_NS);
         if (!again)
             return explain_knock(s, status, began);
         cd_error cause = *cd_last_error();
@@ -180,7 +181,8 @@ static cd_status enter_quick(tcp_store *s, const cd_patience *patience)
     return CD_OK;
 }
 
-cd_status tcp_quick(tcp_store *s, const tcp_message *message, cd_status (*read)(tcp_line *, void *, const cd_patience *), void *out,
+cd_status tcp_quick(tcp_store *s, const tcp_message *message,
+                    cd_status (*read)(tcp_line *, void *, const cd_patience *), void *out,
                     const cd_patience *patience)
 {
     CD_TRY(check_process(s));

@@ -44,7 +44,8 @@ extern const cd_store_ops tcp_ops;
 /* `bytes` bytes of an answer, by way of the line's buffer. */
 cd_status tcp_read(tcp_line *line, void *out, size_t bytes, const cd_patience *patience);
 /* One request on the shared connection; `read` takes its whole answer (NULL: there is none). */
-cd_status tcp_quick(tcp_store *s, const tcp_message *message, cd_status (*read)(tcp_line *, void *, const cd_patience *), void *out,
+cd_status tcp_quick(tcp_store *s, const tcp_message *message,
+                    cd_status (*read)(tcp_line *, void *, const cd_patience *), void *out,
                     const cd_patience *patience);
 /* A WAIT request on a connection of its own. For the text: `keys` without the leading slash, and the time that the call had. */
 cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *keys, size_t count, uint64_t budget_ns,

@@ -171,8 +171,10 @@ static cd_status check_key(cd_bytes key)
 static cd_status check_value(cd_bytes key, cd_bytes value)
 {
     if (value.bytes > CD_STORE_VALUE_MOST)
-        return cd_fail(CD_BAD_ARGUMENT, "value of %zu bytes for key '%.*s': the TCP store takes at most %u (8 MiB); split it over keys",
-                       value.bytes, (int)key.bytes, (const char *)key.data, CD_STORE_VALUE_MOST);
+        return cd_fail(
+            CD_BAD_ARGUMENT,
+            "value of %zu bytes for key '%.*s': the TCP store takes at most %u (8 MiB); split it over keys",
+            value.bytes, (int)key.bytes, (const char *)key.data, CD_STORE_VALUE_MOST);
     return CD_OK;
 }
 

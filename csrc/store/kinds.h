@@ -19,7 +19,8 @@ cd_status cd_file_store_open(const char *path, int64_t world, const cd_patience 
 
 /* A client of the TCP server here (store/server.h) or of torch's. Connects until patience ends.
  * Errors: CD_NETWORK (never reached), CD_REFUSED (another secret), CD_PROTOCOL (no store answers there). */
-cd_status cd_tcp_store_open(const char *host, uint16_t port, const cd_secret *secret, const cd_patience *patience, cd_store **out);
+cd_status cd_tcp_store_open(const char *host, uint16_t port, const cd_secret *secret,
+                            const cd_patience *patience, cd_store **out);
 /* Counts this process in; with `wait_all` until `world` have been. CD_STORE_TIMEOUT "Timed out after 2 seconds waiting …". */
 cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const cd_patience *patience);
 /* Local address of the socket to the server: what peers should be told. */

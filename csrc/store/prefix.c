@@ -93,7 +93,8 @@ static cd_status prefix_append(cd_store *store, cd_bytes key, cd_bytes value, co
     PASS(&key, 1, append(under, longer[0], value, patience));
 }
 
-static cd_status prefix_multi_get(cd_store *store, const cd_bytes *keys, size_t count, cd_buffer *out, const cd_patience *patience)
+static cd_status prefix_multi_get(cd_store *store, const cd_bytes *keys, size_t count, cd_buffer *out,
+                                  const cd_patience *patience)
 {
     PASS(keys, count, multi_get(under, longer, count, out, patience));
 }
@@ -170,7 +171,8 @@ cd_status cd_prefix_store_create(cd_bytes prefix, cd_store *under, cd_store **ou
     if (!s)
         return cd_fail(CD_NO_MEMORY, "no memory for a store");
     cd_store_init(&s->base, under->ops->queue_push ? &queue_ops : &plain_ops);
-    atomic_store_explicit(&s->base.timeout_ns, atomic_load_explicit(&under->timeout_ns, memory_order_relaxed), memory_order_relaxed);
+    atomic_store_explicit(&s->base.timeout_ns, atomic_load_explicit(&under->timeout_ns, memory_order_relaxed),
+                          memory_order_relaxed);
     s->under = cd_store_retain(under);
     if (prefix.bytes)
         memcpy(s->prefix, prefix.data, prefix.bytes);

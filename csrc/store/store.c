@@ -69,8 +69,9 @@ cd_status cd_store_expired(uint64_t waited_ns, const char *lead, const cd_bytes 
     for (; i < count && used < sizeof names - 1; i++)
         used += (size_t)snprintf(names + used, sizeof names - used, "%s%s%.*s", i ? ", " : "", lead,
                                  keys[i].bytes < 256 ? (int)keys[i].bytes : 256, (const char *)keys[i].data);
-    return cd_fail(CD_STORE_TIMEOUT, "wait timeout after %" PRIu64 "ms, keys: %s%s", (waited_ns + CD_NS_PER_MS / 2) / CD_NS_PER_MS,
-                   names, i < count || used >= sizeof names ? ", …" : "");
+    return cd_fail(CD_STORE_TIMEOUT, "wait timeout after %" PRIu64 "ms, keys: %s%s",
+                   (waited_ns + CD_NS_PER_MS / 2) / CD_NS_PER_MS, names,
+                   i < count || used >= sizeof names ? ", …" : "");
 }
 
 cd_status cd_store_append_by_swap(cd_store *store, cd_bytes key, cd_bytes value, const cd_patience *patience)
@@ -90,7 +91,8 @@ cd_status cd_store_append_by_swap(cd_store *store, cd_bytes key, cd_bytes value,
                 memcpy(joined, old.data, old.bytes);
             if (value.bytes)
                 memcpy(joined + old.bytes, value.data, value.bytes);
-            status = store->ops->compare_set(store, key, (cd_bytes){old.data, old.bytes}, (cd_bytes){joined, bytes}, &seen, patience);
+            status = store->ops->compare_set(store, key, (cd_bytes){old.data, old.bytes},
+                                             (cd_bytes){joined, bytes}, &seen, patience);
         }
         bool done = status == CD_OK && seen.bytes == bytes && (!bytes || memcmp(seen.data, joined, bytes) == 0);
         free(joined);
@@ -103,7 +105,8 @@ cd_status cd_store_append_by_swap(cd_store *store, cd_bytes key, cd_bytes value,
     }
 }
 
-cd_status cd_store_multi_get_each(cd_store *store, const cd_bytes *keys, size_t count, cd_buffer *out, const cd_patience *patience)
+cd_status cd_store_multi_get_each(cd_store *store, const cd_bytes *keys, size_t count, cd_buffer *out,
+                                  const cd_patience *patience)
 {
     for (size_t i = 0; i < count; i++) {
         cd_status status = store->ops->get(store, keys[i], &out[i], patience);

@@ -73,7 +73,8 @@ cd_status cd_buffer_copy(const void *data, size_t bytes, cd_buffer *out);
 void cd_buffers_free(cd_buffer *buffers, size_t count);
 /* In terms of the other functions, for kinds (file, python) that have no such request of their own. */
 cd_status cd_store_append_by_swap(cd_store *store, cd_bytes key, cd_bytes value, const cd_patience *patience);
-cd_status cd_store_multi_get_each(cd_store *store, const cd_bytes *keys, size_t count, cd_buffer *out, const cd_patience *patience);
+cd_status cd_store_multi_get_each(cd_store *store, const cd_bytes *keys, size_t count, cd_buffer *out,
+                                  const cd_patience *patience);
 cd_status cd_store_multi_set_each(cd_store *store, const cd_bytes *keys, const cd_bytes *values, size_t count,
                                   const cd_patience *patience);
 /* Arrives and waits until `world` callers have: works on any kind, and again with the same key once all have come. */

@@ -56,7 +56,8 @@ cd_entry *cd_table_find(const cd_table *table, cd_bytes key)
         return NULL;
     uint64_t hash = hash_of(table, key);
     cd_entry *entry = table->slots[hash & (table->slot_count - 1)];
-    while (entry && (entry->hash != hash || entry->key_bytes != key.bytes || (key.bytes && memcmp(entry->key, key.data, key.bytes))))
+    while (entry && (entry->hash != hash || entry->key_bytes != key.bytes ||
+                     (key.bytes && memcmp(entry->key, key.data, key.bytes))))
         entry = entry->next;
     return entry;
 }
@@ -166,7 +167,8 @@ static cd_status number_of(const cd_entry *entry, int64_t *number_p)
         fits = errno == 0 && end == text + entry->value.bytes;
     }
     if (!fits)
-        return cd_fail(CD_STORE, "add: the value of key '%.*s' is not a decimal number of 64 bits", (int)entry->key_bytes, entry->key);
+        return cd_fail(CD_STORE, "add: the value of key '%.*s' is not a decimal number of 64 bits",
+                       (int)entry->key_bytes, entry->key);
     return CD_OK;
 }
 

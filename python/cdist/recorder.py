@@ -7,7 +7,6 @@ a host share, so a rank can tell also what a dead or frozen neighbour was at.
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -88,7 +87,7 @@ def collect(reason="asked"):
         "rank": rank,
         "world_size": world.size(),
         "pid": os.getpid(),
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "time": time.time(),
         "monotonic": time.monotonic(),
         "argv": list(sys.argv),
@@ -96,7 +95,7 @@ def collect(reason="asked"):
         "operations": own["operations"],
         "peers": [peer for peer in peers if peer],
         "gone": [other for other, is_gone in enumerate(gone) if is_gone],
-        "known": {str(other): _core._describe(world, other) for other in range(len(gone)) if other != rank},
+        "known": {str(other): _core._describe_rank(world, other) for other in range(len(gone)) if other != rank},
         "threads": _threads(threading.get_ident()),
     }
 

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from urllib.parse import parse_qsl, urlparse
+from types import SimpleNamespace
 
 from cdist.store import DEFAULT_PORT, FileStore, PrefixStore, Store, TCPStore
 
@@ -25,6 +25,23 @@ _LAUNCHERS = {
     # Of srun only: a batch script sees SLURM_PROCID too, but is not one of the tasks.
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
+
+
+def _split(url):
+    """Return the parts of a URL. urllib costs as much to import as the rest of set-up, so the plain env:// goes without."""
+    if url == "env://":
+        return SimpleNamespace(scheme="env", netloc="", path="", query="", hostname=None, port=None)
+    from urllib.parse import urlparse
+
+    return urlparse(url)
+
+
+def _query(parts):
+    if not parts.query:
+        return {}
+    from urllib.parse import parse_qsl
+
+    return dict(parse_qsl(parts.query))
 
 
 def register_rendezvous_handler(
@@ -63,8 +80,8 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs) -> Iter
     if not isinstance(world_size, int):
         raise RuntimeError(f"`world_size` must be an integer. {world_size}")
     url = os.fsdecode(url)
-    parts = urlparse(url)
-    query = dict(parse_qsl(parts.query))
+    parts = _split(url)
+    query = _query(parts)
     if rank != -1 or world_size != -1:
         if "rank" in query or "world_size" in query:
             raise AssertionError(f"The url: {url} has node-specific arguments(rank, world_size) already.")
@@ -158,7 +175,7 @@ def _wants_libuv(query: dict[str, str]) -> bool:
 
 
 def _env_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, int, int]]:
-    query = dict(parse_qsl(urlparse(url).query))
+    query = _query(_split(url))
 
     def value(name):
         found = os.environ.get(name) or _from_launcher(name)
@@ -181,8 +198,8 @@ def _given(scheme: str, query: dict[str, str]) -> tuple[int, int]:
 
 
 def _tcp_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, int, int]]:
-    parts = urlparse(url)
-    query = dict(parse_qsl(parts.query))
+    parts = _split(url)
+    query = _query(parts)
     port = _port_of(parts, url)
     if port is None:
         raise _missing("tcp", "port number missing")
@@ -194,10 +211,10 @@ def _tcp_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, 
 
 
 def _file_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, int, int]]:
-    parts = urlparse(url)
+    parts = _split(url)
     if not parts.path:
         raise _missing("file", "path missing")
-    rank, world_size = _given("file", dict(parse_qsl(parts.query)))
+    rank, world_size = _given("file", _query(parts))
     store = FileStore(parts.path, world_size)
     store.set_timeout(timeout)
     yield store, rank, world_size
