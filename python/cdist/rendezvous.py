@@ -89,7 +89,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs) -> Iter
             query["rank"] = str(rank)
         if world_size != -1:
             query["world_size"] = str(world_size)
-        url = parts._replace(query="&".join(f"{k}={v}" for k, v in query.items())).geturl()
+        url = url.partition("?")[0] + "?" + "&".join(f"{k}={v}" for k, v in query.items())
     if parts.scheme not in _handlers:
         raise RuntimeError(f"No rendezvous handler for {parts.scheme}://")
     return _handlers[parts.scheme](url, **kwargs)
