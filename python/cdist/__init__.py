@@ -97,6 +97,7 @@ from cdist.groups import (
 )
 from cdist.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from cdist.process_group import GroupMember, GroupName, ProcessGroup, group
+from cdist.rendezvous import register_rendezvous_handler, rendezvous  # eager: the name must stay the function
 from cdist.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
 
 # name → module that is imported when the name is first asked for
@@ -117,7 +118,6 @@ _LAZY = {
     "Future": "cdist.futures",
     **dict.fromkeys(["DeviceMesh", "init_device_mesh"], "cdist.device_mesh"),
     **dict.fromkeys(["Store", "TCPStore", "FileStore", "HashStore", "PrefixStore"], "cdist.store"),
-    **dict.fromkeys(["rendezvous", "register_rendezvous_handler"], "cdist.rendezvous"),
     "DistributedSampler": "cdist.sampler",
     **dict.fromkeys(
         [

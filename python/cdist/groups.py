@@ -123,7 +123,7 @@ def _find_store(init_method, store, world_size, rank, limit):
         if rank < 0:
             raise AssertionError("rank must be non-negative if using store")
         return store, rank, world_size
-    from cdist import rendezvous  # the package attribute stays the function
+    from cdist.rendezvous import rendezvous
     from cdist.store import PrefixStore
 
     iterator = rendezvous(init_method or "env://", rank, world_size, timeout=limit)
