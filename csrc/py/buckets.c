@@ -3,6 +3,8 @@
 
 #include "py/array.h"
 
+#include "ddp/reducer.h"
+
 cd_reducer_param *cd_py_reducer_params(PyObject *counts, PyObject *dtypes, cd_device device, int *count_p)
 {
     PyObject *fast = PySequence_Fast(counts, "counts must be a sequence of integers");
@@ -80,6 +82,24 @@ int cd_py_reducer_memory(PyObject *memory, int buckets, void ***out)
         (*out)[k] = PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(fast, k));
     Py_DECREF(fast);
     return PyErr_Occurred() ? -1 : 0;
+}
+
+int cd_py_reducer_device(const char *text, cd_device *device_p)
+{
+    *device_p = strcmp(text, "cuda") == 0 ? CD_CUDA : CD_CPU;
+    if (*device_p == CD_CUDA || strcmp(text, "cpu") == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "device must be 'cpu' or 'cuda', not '%s'", text);
+    return -1;
+}
+
+int cd_py_reducer_mode(const char *text, cd_reduce_mode *mode_p)
+{
+    *mode_p = strcmp(text, "sum") == 0 ? CD_REDUCE_SUM : CD_REDUCE_MEAN;
+    if (*mode_p == CD_REDUCE_SUM || strcmp(text, "mean") == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "mode must be 'mean' or 'sum', not '%s'", text);
+    return -1;
 }
 
 static PyObject *assign_buckets(PyObject *Py_UNUSED(module), PyObject *args)

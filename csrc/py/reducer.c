@@ -32,6 +32,8 @@ typedef struct {
     vectorcallfunc call;
     reducer_object *reducer;
     PyObject *view; /* of the gradient in its bucket */
+    PyObject *copy; /* its bound method copy_ */
+    PyObject *grad_name, *requires_grad_name; /* interned */
     int index;
     bool link;      /* parameter.grad becomes the view */
 } hook_object;
@@ -40,24 +42,6 @@ static PyObject *raise(PyObject *self, cd_status status, const char *operation)
 {
     cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
     return state ? cd_py_raise_from(state, status, operation) : NULL;
-}
-
-static int read_device(const char *text, cd_device *device_p)
-{
-    *device_p = strcmp(text, "cuda") == 0 ? CD_CUDA : CD_CPU;
-    if (*device_p == CD_CUDA || strcmp(text, "cpu") == 0)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "device must be 'cpu' or 'cuda', not '%s'", text);
-    return -1;
-}
-
-static int read_mode(const char *text, cd_reduce_mode *mode_p)
-{
-    *mode_p = strcmp(text, "sum") == 0 ? CD_REDUCE_SUM : CD_REDUCE_MEAN;
-    if (*mode_p == CD_REDUCE_SUM || strcmp(text, "mean") == 0)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "mode must be 'mean' or 'sum', not '%s'", text);
-    return -1;
 }
 
 static int create_reducer(reducer_object *self, cd_py_state *state, PyObject *group, const cd_reducer_spec *spec)
@@ -89,7 +73,7 @@ static int reducer_init(PyObject *object, PyObject *args, PyObject *kwargs)
     cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
     cd_reducer_spec spec = {0};
     cd_device where;
-    if (!state || read_mode(mode, &spec.mode) < 0 || read_device(device, &where) < 0)
+    if (!state || cd_py_reducer_mode(mode, &spec.mode) < 0 || cd_py_reducer_device(device, &where) < 0)
         return -1;
     if (self->reducer) {
         PyErr_SetString(PyExc_RuntimeError, "a Reducer is made once");
@@ -116,8 +100,6 @@ static int reducer_init(PyObject *object, PyObject *args, PyObject *kwargs)
     PyMem_Free(params);
     return made;
 }
-
-/* ---- life ---- */
 
 static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
 {
@@ -165,6 +147,7 @@ static int hook_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT((PyObject *)self->reducer);
     Py_VISIT(self->view);
+    Py_VISIT(self->copy);
     return 0;
 }
 
@@ -173,6 +156,9 @@ static int hook_clear(PyObject *object)
     hook_object *self = (hook_object *)object;
     Py_CLEAR(self->reducer);
     Py_CLEAR(self->view);
+    Py_CLEAR(self->copy);
+    Py_CLEAR(self->grad_name);
+    Py_CLEAR(self->requires_grad_name);
     return 0;
 }
 
@@ -184,8 +170,6 @@ static void hook_dealloc(PyObject *object)
     type->tp_free(object);
     Py_DECREF(type);
 }
-
-/* ---- methods ---- */
 
 /* Methods are of no use before __init__ succeeded. */
 static int check_made(reducer_object *self)
@@ -443,9 +427,9 @@ static PyObject *reducer_buckets(PyObject *object, void *Py_UNUSED(closure))
 }
 
 /* backward(create_graph=True) gives gradients that have a graph themselves: the bucket must not join it. Steals `grad`. */
-static PyObject *without_graph(PyObject *grad)
+static PyObject *without_graph(const hook_object *self, PyObject *grad)
 {
-    PyObject *needs = PyObject_GetAttrString(grad, "requires_grad");
+    PyObject *needs = PyObject_GetAttr(grad, self->requires_grad_name);
     if (needs == Py_True)
         Py_SETREF(grad, PyObject_CallMethod(grad, "detach", NULL));
     else if (!needs)
@@ -457,14 +441,14 @@ static PyObject *without_graph(PyObject *grad)
 /* The gradient goes to its place in the bucket unless it is there already. */
 static int place_gradient(hook_object *self, PyObject *param)
 {
-    PyObject *grad = PyObject_GetAttrString(param, "grad");
+    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
     if (!grad)
         return -1;
     int failed = 0;
     if (grad != self->view && grad != Py_None) {
-        grad = without_graph(grad);
-        PyObject *copied = grad ? PyObject_CallMethod(self->view, "copy_", "O", grad) : NULL;
-        failed = !copied || (self->link && PyObject_SetAttrString(param, "grad", self->view) < 0);
+        grad = without_graph(self, grad);
+        PyObject *copied = grad ? PyObject_CallOneArg(self->copy, grad) : NULL;
+        failed = !copied || (self->link && PyObject_SetAttr(param, self->grad_name, self->view) < 0);
         Py_XDECREF(copied);
     }
     Py_XDECREF(grad);
@@ -499,10 +483,16 @@ static PyObject *reducer_hook(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "OOp:hook", &number, &view, &link) || read_index(self, number, &index) < 0)
         return NULL;
     cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
-    hook_object *hook = state ? PyObject_GC_New(hook_object, (PyTypeObject *)state->gradient_hook_type) : NULL;
-    if (!hook)
+    PyObject *copy = state ? PyObject_GetAttrString(view, "copy_") : NULL;
+    hook_object *hook = copy ? PyObject_GC_New(hook_object, (PyTypeObject *)state->gradient_hook_type) : NULL;
+    if (!hook) {
+        Py_XDECREF(copy);
         return NULL;
+    }
     hook->call = hook_call;
+    hook->copy = copy;
+    hook->grad_name = Py_NewRef(state->grad_name);
+    hook->requires_grad_name = Py_NewRef(state->requires_grad_name);
     hook->reducer = (reducer_object *)Py_NewRef(object);
     hook->view = Py_NewRef(view);
     hook->index = index;
@@ -593,7 +583,9 @@ int cd_py_reducer_add(PyObject *module)
         return -1;
     state->bucket_buffer_type = PyType_FromModuleAndSpec(module, &buffer_spec, NULL);
     state->gradient_hook_type = PyType_FromModuleAndSpec(module, &hook_spec, NULL);
-    if (!state->bucket_buffer_type || !state->gradient_hook_type)
+    state->grad_name = PyUnicode_InternFromString("grad");
+    state->requires_grad_name = PyUnicode_InternFromString("requires_grad");
+    if (!state->bucket_buffer_type || !state->gradient_hook_type || !state->grad_name || !state->requires_grad_name)
         return -1;
     return cd_py_buckets_add(module);
 }

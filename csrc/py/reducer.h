@@ -5,7 +5,7 @@
 
 #include "py/state.h"
 
-#include "ddp/bucket.h"
+#include "ddp/reducer.h"
 
 /* Adds the type Reducer and the function assign_buckets. */
 int cd_py_reducer_add(PyObject *module);
@@ -19,6 +19,9 @@ int *cd_py_reducer_ints(PyObject *object, int expected, int *count_p);
 /* Addresses of bucket memory as Python ints → a new array in *out, to be freed by PyMem_Free; it stays
  * NULL for None. 0, or −1 with an exception. */
 int cd_py_reducer_memory(PyObject *memory, int buckets, void ***out);
+/* "cpu" or "cuda", "mean" or "sum"; 0, or −1 with ValueError. */
+int cd_py_reducer_device(const char *text, cd_device *device_p);
+int cd_py_reducer_mode(const char *text, cd_reduce_mode *mode_p);
 /* Adds assign_buckets (buckets.c). */
 int cd_py_buckets_add(PyObject *module);
 

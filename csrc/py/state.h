@@ -28,7 +28,9 @@
     X(sampler_type)                                                                     \
     X(reducer_type)                                                                     \
     X(bucket_buffer_type)                                                               \
-    X(gradient_hook_type)
+    X(gradient_hook_type)                                                               \
+    X(grad_name)          /* "grad" */                                                  \
+    X(requires_grad_name) /* "requires_grad" */
 
 typedef struct {
 #define X(name) PyObject *name;
