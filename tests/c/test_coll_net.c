@@ -54,6 +54,8 @@ static void add_net(case_list *l, cd_kind kind, cd_coll_func run, size_t count, 
         c.dtype = moved[pick % 6].dtype;
         c.item = moved[pick % 6].item;
     }
+    if (count > 1000)
+        c.count = count * 4 / c.item; /* as many bytes for every dtype: time */
     add(l, c);
     c.uneven = kind >= CD_ALL_GATHER && run != cd_net_small_run;
     if (c.uneven)
