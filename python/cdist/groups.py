@@ -7,7 +7,7 @@ import os
 import sys
 from datetime import timedelta
 
-from cdist import _core, backends
+from cdist import _core, backends, dump_signal
 from cdist.backends import Backend, BackendConfig
 from cdist.process_group import GroupMember, ProcessGroup
 
@@ -194,8 +194,6 @@ def init_process_group(
 
 def _install_hooks(rank):
     """Peers learn at once when this rank dies of an exception; its traceback says which rank it is."""
-    from cdist.recorder import _Signal
-
     previous = sys.excepthook
 
     def excepthook(kind, error, trace):
@@ -213,7 +211,7 @@ def _install_hooks(rank):
         for line in text.getvalue().splitlines(keepends=True):
             sys.stderr.write(f"[rank{rank}]: {line}")
 
-    _Signal.install()
+    dump_signal.install()
     _registry.excepthook = (previous, excepthook)
     sys.excepthook = excepthook
     if not _registry.teardown:
@@ -261,7 +259,7 @@ def destroy_process_group(group=None) -> None:
         return
     for member in reversed(_registry.groups):
         member.shutdown()
-    sys.modules["cdist.recorder"]._Signal.remove()
+    dump_signal.remove()
     _registry.groups = []
     _registry.made = 0
     _core._set_default_group(None)

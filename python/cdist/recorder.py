@@ -6,7 +6,6 @@ a host share, so a rank can tell also what a dead or frozen neighbour was at.
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ __all__ = ["dump"]
 
 # Other ranks notice a mismatch at about the same moment; how long to wait for the line that they call from.
 _SITE_WAIT = 0.05
+_NOT_THE_PROGRAM = (__name__, "cdist.dump_signal")
 
 
 def _is_ours(frame):
@@ -40,7 +40,7 @@ def _threads(skip):
     found = []
     for ident, frame in sys._current_frames().items():
         # The frames of dump() itself, and of the signal handler that called it, tell nothing.
-        while ident == skip and frame is not None and frame.f_globals.get("__name__") == __name__:
+        while ident == skip and frame is not None and frame.f_globals.get("__name__") in _NOT_THE_PROGRAM:
             frame = frame.f_back
         found.append(
             {"name": names.get(ident, "?"), "id": ident, "main": ident == main, "stack": _stack(frame)}
@@ -135,35 +135,6 @@ def dump(path=None, reason="asked") -> str:
         json.dump(found, file)
     os.replace(part, path)
     return path
-
-
-class _Signal:
-    """The handler of SIGUSR2, while a process group exists and the program has none of its own."""
-
-    installed = False
-
-    @classmethod
-    def handle(cls, number, frame):
-        try:
-            sys.stderr.write(f"cdist: wrote {dump(reason='SIGUSR2')}\n")
-        except Exception as error:
-            sys.stderr.write(f"cdist: no dump: {type(error).__name__}: {error}\n")
-
-    @classmethod
-    def install(cls):
-        if cls.installed or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-            signal.signal(signal.SIGUSR2, cls.handle)
-            cls.installed = True
-
-    @classmethod
-    def remove(cls):
-        if not cls.installed or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGUSR2) == cls.handle:
-            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-        cls.installed = False
 
 
 def _sites(world):
