@@ -160,15 +160,21 @@ def _on_failure(error):
     world = _core._get_default_group()
     if world is None:
         return
-    from cdist.errors import MismatchError
+    from cdist.errors import MismatchError, PeerLostError
 
     _core._note_site(world)
+    cause = str(error)
     if isinstance(error, MismatchError):
         found = _sites(world)
         if found:
             said = ", ".join(f"rank {rank} at {site}" for rank, site in sorted(found.items()))
             error.args = (f"{error.args[0]}; {said}",)
-    if os.environ.get("CDIST_DUMP_DIR") and getattr(world, "_dumped", None) != str(error):
-        world._dumped = str(error)
+    elif isinstance(error, PeerLostError):
+        # The cause reads alike on all ranks; where this one was, and what can be done, is added to it.
+        place = f" (seen by rank {world.rank()} in {error.operation})" if error.operation else ""
+        remedy = "cdist.shrink() goes on without it, destroy_process_group() lets all begin anew"
+        error.args = (f"{error.args[0]}{place}; {remedy}",)
+    if os.environ.get("CDIST_DUMP_DIR") and getattr(world, "_dumped", None) != cause:
+        world._dumped = cause
         with contextlib.suppress(OSError, ValueError):
             dump(reason=f"{type(error).__name__}: {error}")
