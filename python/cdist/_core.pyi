@@ -5,8 +5,9 @@ from datetime import timedelta
 from typing import Any
 
 Array = Any  # numpy.ndarray, torch.Tensor, or anything with DLPack, an array interface or the buffer protocol
+Arrays = Sequence[Array]
+Rank = int | None
 Timeout = float | timedelta | None
-Group = ProcessGroup | int | None
 
 class ProcessGroup:
     def rank(self) -> int: ...
@@ -45,66 +46,65 @@ class ReduceOp:
     @property
     def factor(self) -> float: ...
 
+Group = ProcessGroup | int | None  # int: outside of the group
+Result = Work | None  # a Work with async_op=True
+
 def all_reduce(
     tensor: Array, op: Any = 0, group: Group = None, async_op: bool = False, timeout: Timeout = None
-) -> Work | None: ...
+) -> Result: ...
 def broadcast(
     tensor: Array,
-    src: int | None = None,
+    src: Rank = None,
     group: Group = None,
     async_op: bool = False,
-    group_src: int | None = None,
+    group_src: Rank = None,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def reduce(
     tensor: Array,
-    dst: int | None = None,
+    dst: Rank = None,
     op: Any = 0,
     group: Group = None,
     async_op: bool = False,
-    group_dst: int | None = None,
+    group_dst: Rank = None,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def all_gather(
-    tensor_list: Sequence[Array],
-    tensor: Array,
-    group: Group = None,
-    async_op: bool = False,
-    timeout: Timeout = None,
-) -> Work | None: ...
+    tensor_list: Arrays, tensor: Array, group: Group = None, async_op: bool = False, timeout: Timeout = None
+) -> Result: ...
 def all_gather_into_tensor(
     output_tensor: Array,
     input_tensor: Array,
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def gather(
     tensor: Array,
-    gather_list: Sequence[Array] | None = None,
-    dst: int | None = None,
+    gather_list: Arrays | None = None,
+    dst: Rank = None,
     group: Group = None,
     async_op: bool = False,
-    group_dst: int | None = None,
+    group_dst: Rank = None,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def scatter(
     tensor: Array,
-    scatter_list: Sequence[Array] | None = None,
-    src: int | None = None,
+    scatter_list: Arrays | None = None,
+    src: Rank = None,
     group: Group = None,
     async_op: bool = False,
-    group_src: int | None = None,
+    group_src: Rank = None,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def reduce_scatter(
     output: Array,
-    input_list: Sequence[Array],
+    input_list: Arrays,
     op: Any = 0,
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
@@ -112,14 +112,14 @@ def reduce_scatter_tensor(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def all_to_all(
-    output_tensor_list: Sequence[Array],
-    input_tensor_list: Sequence[Array],
+    output_tensor_list: Arrays,
+    input_tensor_list: Arrays,
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def all_to_all_single(
     output: Array,
     input: Array,
@@ -128,40 +128,40 @@ def all_to_all_single(
     group: Group = None,
     async_op: bool = False,
     timeout: Timeout = None,
-) -> Work | None: ...
+) -> Result: ...
 def barrier(
     group: Group = None, async_op: bool = False, device_ids: Any = None, timeout: Timeout = None
-) -> Work | None: ...
+) -> Result: ...
 def send(
     tensor: Array,
-    dst: int | None = None,
+    dst: Rank = None,
     group: Group = None,
     tag: int = 0,
-    group_dst: int | None = None,
+    group_dst: Rank = None,
     timeout: Timeout = None,
 ) -> None: ...
 def recv(
     tensor: Array,
-    src: int | None = None,
+    src: Rank = None,
     group: Group = None,
     tag: int = 0,
-    group_src: int | None = None,
+    group_src: Rank = None,
     timeout: Timeout = None,
 ) -> int: ...
 def isend(
     tensor: Array,
-    dst: int | None = None,
+    dst: Rank = None,
     group: Group = None,
     tag: int = 0,
-    group_dst: int | None = None,
+    group_dst: Rank = None,
     timeout: Timeout = None,
 ) -> Work | None: ...
 def irecv(
     tensor: Array,
-    src: int | None = None,
+    src: Rank = None,
     group: Group = None,
     tag: int = 0,
-    group_src: int | None = None,
+    group_src: Rank = None,
     timeout: Timeout = None,
 ) -> Work | None: ...
 
@@ -169,7 +169,6 @@ _all_gather_base = all_gather_into_tensor
 _reduce_scatter_base = reduce_scatter_tensor
 
 def __getattr__(name: str) -> Any: ...  # the rest is private
-
 def _gpu_open(group: Any, index: int) -> dict[str, Any]: ...
 def _gpu_alloc(group: Any, bytes: int) -> int: ...
 def _gpu_release(group: Any, address: int) -> None: ...
