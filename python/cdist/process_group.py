@@ -14,7 +14,8 @@ GroupName = str
 class ProcessGroup(_core.ProcessGroup):
     """A set of ranks that communicate. Made by init_process_group and new_group, not by hand.
 
-    The methods named like torch's low-level calls (``allreduce``, ``broadcast``, …) start an operation and return its Work.
+    The methods named like torch's low-level calls (``allreduce``, ``broadcast``, …) start an operation and
+    return its Work.
     """
 
     _backend = Backend("gloo")
@@ -40,7 +41,8 @@ class ProcessGroup(_core.ProcessGroup):
         return list(self._config.get_device_backend_map()) if self._config else ["cpu"]
 
     def __repr__(self):
-        return f"<ProcessGroup {self.group_desc or self.group_name}: rank {self.rank()} of {self.size()}, {self._transport}>"
+        name = self.group_desc or self.group_name
+        return f"<ProcessGroup {name}: rank {self.rank()} of {self.size()}, {self._transport}>"
 
     def __reduce__(self):
         raise TypeError("a ProcessGroup cannot be pickled: it belongs to its process")
@@ -54,33 +56,40 @@ class ProcessGroup(_core.ProcessGroup):
         return tensors
 
     @staticmethod
+    def _list_of(tensors):
+        """Return the list of a rank's tensors, which torch wraps in another list."""
+        return tensors[0] if tensors and isinstance(tensors[0], (list, tuple)) else tensors
+
+    @staticmethod
     def _limit(options, timeout=None):
         limit = getattr(options, "timeout", timeout)
         return None if isinstance(limit, timedelta) and limit < timedelta(0) else limit
 
+    @classmethod
+    def _either(cls, given, field, timeout):
+        """Return (value, time limit) of an argument that may be an options structure with that field."""
+        return getattr(given, field, given), cls._limit(given, timeout)
+
     def allreduce(self, tensors, op=ReduceOp.SUM, timeout=None):
         """Start all_reduce of a tensor (or a list of one). `op` may be AllreduceOptions."""
-        timeout = self._limit(op, timeout)
-        op = getattr(op, "reduceOp", op)
+        op, timeout = self._either(op, "reduceOp", timeout)
         return _core.all_reduce(self._one(tensors), op, self, True, timeout)
 
     def broadcast(self, tensors, root=0, timeout=None):
-        """Starts broadcast from the group rank `root` (or BroadcastOptions)."""
-        timeout = self._limit(root, timeout)
-        root = getattr(root, "rootRank", root)
+        """Start broadcast from the group rank `root` (or BroadcastOptions)."""
+        root, timeout = self._either(root, "rootRank", timeout)
         return _core.broadcast(self._one(tensors), group=self, async_op=True, group_src=root, timeout=timeout)
 
     def reduce(self, tensors, root=0, op=ReduceOp.SUM, timeout=None):
         """Start reduce to the group rank `root` (or ReduceOptions)."""
-        timeout = self._limit(root, timeout)
         op = getattr(root, "reduceOp", op)
-        root = getattr(root, "rootRank", root)
+        root, timeout = self._either(root, "rootRank", timeout)
         return _core.reduce(
             self._one(tensors), op=op, group=self, async_op=True, group_dst=root, timeout=timeout
         )
 
     def allgather(self, output_tensors, input_tensor, timeout=None):
-        """Starts all_gather; both may be wrapped in lists of one as in torch."""
+        """Start all_gather; both may be wrapped in lists of one as in torch."""
         if output_tensors and isinstance(output_tensors[0], (list, tuple)):
             output_tensors = self._one(output_tensors)
         return _core.all_gather(
@@ -92,37 +101,20 @@ class ProcessGroup(_core.ProcessGroup):
 
     def gather(self, output_tensors, input_tensors, root=0, timeout=None):
         """Start gather to the group rank `root` (or GatherOptions)."""
-        timeout = self._limit(root, timeout)
-        root = getattr(root, "rootRank", root)
-        outputs = (
-            output_tensors[0]
-            if output_tensors and isinstance(output_tensors[0], (list, tuple))
-            else output_tensors
-        )
-        return _core.gather(self._one(input_tensors), outputs or None, group=self, async_op=True, group_dst=root,
-                            timeout=timeout)  # fmt: skip
+        root, timeout = self._either(root, "rootRank", timeout)
+        tensor, outputs = self._one(input_tensors), self._list_of(output_tensors) or None
+        return _core.gather(tensor, outputs, group=self, async_op=True, group_dst=root, timeout=timeout)
 
     def scatter(self, output_tensors, input_tensors, root=0, timeout=None):
-        """Starts scatter from the group rank `root` (or ScatterOptions)."""
-        timeout = self._limit(root, timeout)
-        root = getattr(root, "rootRank", root)
-        inputs = (
-            input_tensors[0]
-            if input_tensors and isinstance(input_tensors[0], (list, tuple))
-            else input_tensors
-        )
-        return _core.scatter(self._one(output_tensors), inputs or None, group=self, async_op=True, group_src=root,
-                             timeout=timeout)  # fmt: skip
+        """Start scatter from the group rank `root` (or ScatterOptions)."""
+        root, timeout = self._either(root, "rootRank", timeout)
+        tensor, inputs = self._one(output_tensors), self._list_of(input_tensors) or None
+        return _core.scatter(tensor, inputs, group=self, async_op=True, group_src=root, timeout=timeout)
 
     def reduce_scatter(self, output_tensors, input_tensors, op=ReduceOp.SUM, timeout=None):
         """Start reduce_scatter. `op` may be ReduceScatterOptions."""
-        timeout = self._limit(op, timeout)
-        op = getattr(op, "reduceOp", op)
-        inputs = (
-            input_tensors[0]
-            if input_tensors and isinstance(input_tensors[0], (list, tuple))
-            else input_tensors
-        )
+        op, timeout = self._either(op, "reduceOp", timeout)
+        inputs = self._list_of(input_tensors)
         return _core.reduce_scatter(self._one(output_tensors), inputs, op, self, True, timeout)
 
     def _reduce_scatter_base(self, output, input, options=None):
@@ -134,9 +126,11 @@ class ProcessGroup(_core.ProcessGroup):
         return _core.all_to_all(output_tensors, input_tensors, self, True, self._limit(options))
 
     def alltoall_base(self, output, input, output_split_sizes, input_split_sizes, options=None):
-        """Starts all_to_all_single."""
-        return _core.all_to_all_single(output, input, output_split_sizes, input_split_sizes, self, True,
-                                       self._limit(options))  # fmt: skip
+        """Start all_to_all_single."""
+        limit = self._limit(options)
+        return _core.all_to_all_single(
+            output, input, output_split_sizes, input_split_sizes, self, True, limit
+        )
 
     def allreduce_coalesced(self, tensors, options=None):
         """Start all_reduce of several tensors; a Future of the list."""
@@ -181,7 +175,7 @@ class ProcessGroup(_core.ProcessGroup):
         return _core.isend(self._one(tensors), group=self, tag=tag, group_dst=dst_rank)
 
     def recv(self, tensors, src_rank, tag=0):
-        """Starts to receive from a group rank."""
+        """Start to receive from a group rank."""
         return _core.irecv(self._one(tensors), group=self, tag=tag, group_src=src_rank)
 
     def recv_anysource(self, tensors, tag=0):
