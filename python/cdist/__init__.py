@@ -5,7 +5,6 @@ The names below are loaded with the package; those of ``_LAZY`` at their first u
 
 import importlib
 
-from cdist import _core
 from cdist._core import Work
 from cdist.backends import (
     Backend,
@@ -18,10 +17,10 @@ from cdist.backends import (
     is_ucc_available,
     is_xccl_available,
 )
+from cdist.collectives import _all_gather_base as _all_gather_base
+from cdist.collectives import _coalescing_manager as _coalescing_manager
+from cdist.collectives import _reduce_scatter_base as _reduce_scatter_base
 from cdist.collectives import (
-    _all_gather_base,
-    _coalescing_manager,
-    _reduce_scatter_base,
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -56,7 +55,6 @@ from cdist.constants import (
     ReduceOptions,
     ReduceScatterOptions,
     ScatterOptions,
-    _make_nccl_premul_sum,
     default_pg_timeout,
     get_debug_level,
     reduce_op,
@@ -65,6 +63,7 @@ from cdist.constants import (
     supports,
     supports_complex,
 )
+from cdist.constants import _make_nccl_premul_sum as _make_nccl_premul_sum
 from cdist.errors import (
     AbortedError,
     DistBackendError,

@@ -41,6 +41,7 @@ class Backend(str):
     backend_type_map: dict = {}
 
     def __new__(cls, name: str):
+        """Take a name in any case; ValueError for what is not text."""
         if not isinstance(name, str):
             raise ValueError(f"Backend constructor parameter must be string-ish, but got {name!r}")
         known = getattr(cls, name.upper(), None)
@@ -58,7 +59,8 @@ class BackendConfig:
                 device, colon, name = pair.partition(":")
                 if not colon or not device or not name or ":" in name:
                     raise ValueError(
-                        f"Invalid device:backend pairing: {pair!r} in {text!r}. Expected a form like cpu:gloo,cuda:nccl"
+                        f"Invalid device:backend pairing: {pair!r} in {text!r}. "
+                        "Expected a form like cpu:gloo,cuda:nccl"
                     )
                 if device in self.device_backend_map:
                     raise ValueError(f"Duplicate device type {device} in backend string: {text}")
@@ -84,7 +86,7 @@ def is_gloo_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Returns whether a CUDA driver and NCCL's library can be found. Loads neither."""
+    """Return whether a CUDA driver and NCCL's library can be found. Loads neither."""
     if not os.environ.get("CDIST_CUDA_LIB") and not any(
         os.path.exists(path) for path in ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")
     ):
@@ -107,7 +109,7 @@ def is_mpi_available() -> bool:
 
 
 def is_ucc_available() -> bool:
-    """Returns False."""
+    """Return False."""
     return False
 
 
@@ -117,7 +119,7 @@ def is_xccl_available() -> bool:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Returns whether a backend, or all parts of "cpu:gloo,cuda:nccl", can be used."""
+    """Return whether a backend, or all parts of "cpu:gloo,cuda:nccl", can be used."""
     text = str(backend).lower()
     if ":" in text:
         return all(
@@ -138,7 +140,7 @@ def get_default_backend_for_device(device) -> str:
 
 
 def default_timeout(backend) -> timedelta:
-    """The time limit where none is given."""
+    """Return the time limit where none is given."""
     from cdist.constants import default_pg_nccl_timeout, default_pg_timeout
 
     return default_pg_nccl_timeout if backend == "nccl" else default_pg_timeout

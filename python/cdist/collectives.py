@@ -1,4 +1,7 @@
-"""The collectives. Those that move arrays are C functions of cdist._core; those made of several calls stand here."""
+"""The collectives.
+
+Those that move arrays are C functions of cdist._core; those made of several calls stand here.
+"""
 
 import contextlib
 import warnings
@@ -53,7 +56,7 @@ reduce_scatter_single = reduce_scatter_tensor
 
 
 def _member(group, function):
-    """Returns the group meant, or None after a warning when the caller is not in it."""
+    """Return the group meant, or None after a warning when the caller is not in it."""
     if group is None:
         group = _core._get_default_group()
         if group is None:
@@ -72,7 +75,7 @@ def _member(group, function):
 
 
 def monitored_barrier(group=None, timeout=None, wait_all_ranks=False) -> None:
-    """Return when all ranks have called it, or raises on all of them, naming the ranks that did not.
+    """Return when all ranks have called it, or raise on all of them, naming the ranks that did not.
 
     Args:
         group: the ranks that take part; None is the default group.
@@ -95,8 +98,8 @@ def gather_into_tensor(
 
     Args:
         tensor: any shape, the same on all ranks.
-        gather_tensor: on `dst` an array of shape ``(ranks * n, …)`` or ``(ranks, n, …)`` for inputs ``(n, …)``;
-            None elsewhere.
+        gather_tensor: on `dst` an array of shape ``(ranks * n, …)`` or ``(ranks, n, …)`` for inputs
+            ``(n, …)``; None elsewhere.
         dst: global rank; None is 0.
         group: the ranks that take part; None is the default group.
         async_op: return a Work at once.
@@ -130,7 +133,7 @@ gather_single = gather_into_tensor
 
 
 def _like(tensor, shape):
-    """A new array of the kind and dtype of `tensor`."""
+    """Return a new array of the kind and dtype of `tensor`."""
     if hasattr(tensor, "new_empty"):
         return tensor.new_empty(shape)
     if type(tensor).__module__.partition(".")[0] == "cupy":
@@ -255,14 +258,17 @@ class _CoalescingManager:
             self.works.append(work)
 
     def wait(self):
-        """Waits for what was added."""
+        """Wait for what was added."""
         for work in self.works:
             work.wait()
 
 
 @contextlib.contextmanager
 def _coalescing_manager(group=None, device=None, async_ops=False):
-    """Mark operations that belong together. They run as they are called: none of them is slower for it on the CPU."""
+    """Mark operations that belong together.
+
+    They run as they are called: none of them is slower for it on the CPU.
+    """
     manager = _CoalescingManager()
     yield manager
     if not async_ops:

@@ -41,9 +41,11 @@ class _ReduceOpMeta(type):
 
 
 class ReduceOp(_core.ReduceOp, metaclass=_ReduceOpMeta):
-    """A reduction: ``ReduceOp.SUM``, ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``, ``BOR``, ``BXOR``, ``PREMUL_SUM``.
+    """A reduction: ``ReduceOp.SUM`` and so on.
 
-    ``ReduceOp(op, factor)`` carries the factor of ``PREMUL_SUM``: every input is multiplied by it before the sum.
+    The others are ``AVG``, ``PRODUCT``, ``MIN``, ``MAX``, ``BAND``, ``BOR``, ``BXOR`` and ``PREMUL_SUM``.
+    ``ReduceOp(op, factor)`` carries the factor of ``PREMUL_SUM``: every input is multiplied by it before
+    the sum.
     """
 
     RedOpType = RedOpType
@@ -100,7 +102,21 @@ def supports_complex(reduceOp) -> bool:
 
 
 _MOVES = frozenset(
-    ["broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "gather", "scatter", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "barrier"]
+    [
+        "broadcast",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "gather",
+        "scatter",
+        "all_to_all",
+        "all_to_all_single",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "barrier",
+    ]
 )
 _REDUCTIONS = frozenset(
     ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"]
@@ -108,7 +124,7 @@ _REDUCTIONS = frozenset(
 
 
 def supports(op, dtype, device="cpu") -> bool:
-    """Returns whether an operation is offered for a dtype on a device.
+    """Return whether an operation is offered for a dtype on a device.
 
     Args:
         op: a ReduceOp (for the reducing operations), or the name of an operation ("broadcast").
@@ -158,7 +174,7 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Sets the debug level."""
+    """Set the debug level."""
     global _debug_level
     _debug_level = DebugLevel(level)
 
@@ -190,8 +206,9 @@ _UNSET = timedelta(milliseconds=-1)  # "the group's"
 
 
 def _options(name, **fields):
-    return type(name, (_Options,), {"_fields": {**fields, "timeout": _UNSET, "asyncOp": True},
-                                    "__module__": __name__, "__doc__": f"Options of {name[:-7]}."})  # fmt: skip
+    fields |= {"timeout": _UNSET, "asyncOp": True}
+    about = {"_fields": fields, "__module__": __name__, "__doc__": f"Options of {name[:-7]}."}
+    return type(name, (_Options,), about)
 
 
 AllreduceOptions = _options("AllreduceOptions", reduceOp=ReduceOp.SUM, sparseIndices=None)

@@ -88,7 +88,7 @@ class DeviceMesh:
         return self.mesh_dim_names.index(dim)
 
     def get_group(self, mesh_dim=None):
-        """Return this rank's group along a dimension (index or name; not needed for a mesh of one dimension)."""
+        """Return this rank's group along a dimension: index or name; a mesh of one dimension needs none."""
         if mesh_dim is None:
             if self.ndim != 1:
                 raise RuntimeError(f"the mesh has {self.ndim} dimensions: say which one (mesh_dim)")
@@ -98,7 +98,7 @@ class DeviceMesh:
         return self._groups[self._dim(mesh_dim)]
 
     def get_all_groups(self) -> list:
-        """Returns this rank's group of each dimension."""
+        """Return this rank's group of each dimension."""
         return list(self._groups)
 
     def get_rank(self) -> int:
@@ -106,7 +106,7 @@ class DeviceMesh:
         return groups.get_rank()
 
     def get_local_rank(self, mesh_dim=None) -> int:
-        """Returns this rank's place along a dimension."""
+        """Return this rank's place along a dimension."""
         if mesh_dim is None:
             if self.ndim != 1:
                 raise RuntimeError(f"the mesh has {self.ndim} dimensions: say which one (mesh_dim)")
@@ -120,7 +120,7 @@ class DeviceMesh:
         return self._coordinate
 
     def __getitem__(self, names):
-        """Returns the mesh of the given dimension names that this rank is in."""
+        """Return the mesh of the given dimension names that this rank is in."""
         names = (names,) if isinstance(names, str) else tuple(names)
         if len(names) == 1 and names[0] in self._flattened:
             return self._flattened[names[0]]
@@ -149,7 +149,7 @@ class DeviceMesh:
 
     @staticmethod
     def from_group(group, device_type, mesh=None, *, mesh_dim_names=None):
-        """Makes a mesh over groups that exist: one group, or a list of one for each dimension of `mesh`."""
+        """Make a mesh over groups that exist: one group, or a list of one for each dimension of `mesh`."""
         if not isinstance(group, (list, tuple)):
             return DeviceMesh(device_type, group._ranks, mesh_dim_names=mesh_dim_names, _groups=[group])
         if mesh is None:
@@ -176,7 +176,9 @@ class DeviceMesh:
 
 
 def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None, backend_override=None) -> DeviceMesh:
-    """Make a mesh of the ranks 0, 1, 2, … in row-major order. Calls init_process_group if that was not done yet.
+    """Make a mesh of the ranks 0, 1, 2, … in row-major order.
+
+    Calls init_process_group if that was not done yet.
 
     Args:
         device_type: "cpu" or "cuda", without an index.
@@ -202,7 +204,8 @@ def init_device_mesh(device_type, mesh_shape, *, mesh_dim_names=None, backend_ov
         groups.init_process_group()
     if math.prod(shape) > groups.get_world_size():
         raise RuntimeError(
-            f"Mesh should not be bigger than default world size {groups.get_world_size()}, but found {math.prod(shape)}"
+            f"Mesh should not be bigger than default world size {groups.get_world_size()}, "
+            f"but found {math.prod(shape)}"
         )
     mesh = numpy.arange(math.prod(shape)).reshape(shape)
     return DeviceMesh(device_type, mesh, mesh_dim_names=mesh_dim_names, backend_override=backend_override)

@@ -1,7 +1,7 @@
 """SIGUSR2 asks a rank for its dump.
 
-Of its own, so that set-up does not import what only a dump needs; and over ``_signal``, for ``signal`` makes an
-enumeration of every signal name first. The two together are half of the time that set-up takes.
+Of its own, so that set-up does not import what only a dump needs; and over ``_signal``, for ``signal`` makes
+an enumeration of every signal name first. The two together are half of the time that set-up takes.
 """
 
 import _signal

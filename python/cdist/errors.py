@@ -73,9 +73,8 @@ class DistStoreError(DistError):
 class DistTimeoutError(DistError, TimeoutError):
     """A deadline passed. The text names who did not come."""
 
-    def __new__(
-        cls, *args, **fields
-    ):  # RuntimeError comes first in the order of bases but is not the larger object
+    def __new__(cls, *args, **fields):
+        """Make a TimeoutError: RuntimeError is the first of the bases, but not the larger object."""
         return TimeoutError.__new__(cls, *args)
 
 

@@ -1,5 +1,6 @@
 """Results that come later: what Work.get_future() returns, and what comm hooks give back."""
 
+import contextlib
 import queue
 import sys
 import threading
@@ -21,14 +22,17 @@ class Future:
         return self._state is not None
 
     def wait(self, timeout: float | None = None):
-        """Blocks until the value is there and returns it, or raises the error. TimeoutError after `timeout` seconds."""
+        """Block until the value is there and return it, or raise the error.
+
+        TimeoutError after `timeout` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(self.done, timeout):
                 raise TimeoutError(f"the future was not done after {timeout} s")
         return self.value()
 
     def value(self):
-        """Return the value or raises the error; RuntimeError if not done yet."""
+        """Return the value or raise the error; RuntimeError if not done yet."""
         if self._state is None:
             raise RuntimeError("the future is not done yet")
         value, error = self._state
@@ -47,11 +51,11 @@ class Future:
             callback(self)
 
     def set_result(self, result) -> None:
-        """Give the value and runs the callbacks in this thread."""
+        """Give the value and run the callbacks in this thread."""
         self._set(result, None)
 
     def set_exception(self, error: BaseException) -> None:
-        """Gives an error instead."""
+        """Give an error instead."""
         self._set(None, error)
 
     def add_done_callback(self, callback) -> None:
@@ -63,7 +67,7 @@ class Future:
         callback(self)
 
     def then(self, callback) -> "Future":
-        """Returns a future of ``callback(self)``, which runs when this one is done."""
+        """Return a future of ``callback(self)``, which runs when this one is done."""
         result = Future()
 
         def run(done):
@@ -79,7 +83,10 @@ class Future:
 
 
 class _WorkFuture(Future):
-    """Of an operation: waiting on it waits for the operation; a thread waits only where callbacks were added."""
+    """Of an operation: waiting on it waits for the operation.
+
+    A thread waits only where callbacks were added.
+    """
 
     def __init__(self, work):
         super().__init__()
@@ -127,10 +134,8 @@ _completers_lock = threading.Lock()
 def _complete_in_order(jobs):
     while True:
         work, finish = jobs.get()
-        try:
+        with contextlib.suppress(Exception):  # finish() reads the error from the work
             work.wait()
-        except Exception:  # finish() reads the error from the work
-            pass
         finish()
         del work, finish
 
@@ -148,7 +153,7 @@ def _complete_later(work, finish):
 
 
 def _of_work(work):
-    """Called by Work.get_future()."""
+    """Make the future of a Work, for Work.get_future()."""
     torch = sys.modules.get("torch")
     outputs = work.result()
     if torch is None or not outputs or not isinstance(outputs[0], torch.Tensor):
@@ -164,10 +169,8 @@ def _of_work(work):
             future.set_exception(error)
 
     if devices or work.is_completed():
-        try:
+        with contextlib.suppress(Exception):  # finish() reads the error from the work
             work.wait()
-        except Exception:
-            pass
         finish()
     else:
         _complete_later(work, finish)

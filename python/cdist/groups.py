@@ -49,7 +49,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Returns whether the default group is there."""
+    """Return whether the default group is there."""
     return _core._get_default_group() is not None
 
 
@@ -145,7 +145,7 @@ def init_process_group(
     _ranks=None,
     enable_reconfigure=False,
 ) -> None:
-    """Meet the other ranks and makes the default group. Every rank calls it.
+    """Meet the other ranks and make the default group. Every rank calls it.
 
     Args:
         backend: "gloo" (CPU), "nccl" (GPU), "cpu:gloo,cuda:nccl", or None: what the machine has.
@@ -159,6 +159,7 @@ def init_process_group(
         group_name: accepted, not needed.
         pg_options: accepted, not needed.
         device_id: GPU of this rank (an index or a device): connects NCCL at once.
+        enable_reconfigure: accepted, not needed.
 
     Raises:
         ValueError: called twice; a rank or world size that cannot be; bad device_id.
@@ -229,13 +230,13 @@ def _teardown():
         destroy_process_group()
         if pending:
             sys.stderr.write(
-                f"[rank{rank}]: cdist: {pending} asynchronous operation(s) were not complete when the program "
-                f"ended, and were aborted: call wait() on each Work\n"
+                f"[rank{rank}]: cdist: {pending} asynchronous operation(s) were not complete when the "
+                f"program ended, and were aborted: call wait() on each Work\n"
             )
 
 
 def destroy_process_group(group=None) -> None:
-    """Closes a group, or with None (or WORLD) all of them. Local and quick; also after errors.
+    """Close a group, or with None (or WORLD) all of them. Local and quick; also after errors.
 
     Raises:
         AssertionError: there is no default group.
@@ -303,7 +304,7 @@ def get_rank(group=None) -> int:
 
 
 def get_world_size(group=None) -> int:
-    """Returns the number of ranks of the group, −1 outside it."""
+    """Return the number of ranks of the group, −1 outside it."""
     _default()
     return -1 if _is_outside(group) else _given(group).size()
 
@@ -314,7 +315,7 @@ def get_backend(group=None) -> Backend:
 
 
 def get_backend_config(group=None) -> str:
-    """Returns the backend of each device: "cpu:gloo,cuda:nccl"."""
+    """Return the backend of each device: "cpu:gloo,cuda:nccl"."""
     return str(_registered(group)._config)
 
 
@@ -325,13 +326,14 @@ def get_node_local_rank(fallback_rank=None) -> int:
     if fallback_rank is not None:
         return int(fallback_rank)
     raise RuntimeError(
-        "LOCAL_RANK is not in the environment. Consider passing fallback_rank to allow `get_node_local_rank` to work, "
-        "assuming you are not running in a multi-device context and want the code to run locally instead."
+        "LOCAL_RANK is not in the environment. Consider passing fallback_rank to allow `get_node_local_rank` "
+        "to work, assuming you are not running in a multi-device context and want the code to run locally "
+        "instead."
     )
 
 
 def get_pg_count() -> int:
-    """Returns how many groups were made since init_process_group."""
+    """Return how many groups were made since init_process_group."""
     return _registry.made
 
 
@@ -341,7 +343,7 @@ def set_timeout(timeout, group=None) -> None:
 
 
 def get_process_group_ranks(group) -> list:
-    """Returns the global ranks of a group, in the order of group ranks."""
+    """Return the global ranks of a group, in the order of group ranks."""
     return list(_given(group)._ranks)
 
 
@@ -357,7 +359,7 @@ def get_group_rank(group, global_rank: int) -> int:
 
 
 def get_global_rank(group, group_rank: int) -> int:
-    """Returns the global rank of a rank in the group."""
+    """Return the global rank of a rank in the group."""
     if not isinstance(group, ProcessGroup) or group not in _registry.groups:
         raise ValueError(
             f"Group {group} is not registered, please create group with torch.distributed.new_group API"

@@ -12,10 +12,11 @@ __all__ = ["empty"]
 def empty(shape, dtype="float32", group=None, device="cpu"):
     """Return an uninitialised C-contiguous NumPy array in the host's shared arena.
 
-    Collectives run on such arrays in place, without staging: two to three times as fast as on ordinary memory. Each rank
-    allocates its own; for the fast way all ranks of the host must have made the same calls of ``empty`` in the same order.
-    Other ranks do not see the values except through collectives. Where there is no arena (one rank, other hosts only,
-    CDIST_ARENA_BYTES=0) this is ``numpy.empty``. ``torch.from_numpy`` makes a tensor of it.
+    Collectives run on such arrays in place, without staging: two to three times as fast as on ordinary
+    memory. Each rank allocates its own; for the fast way all ranks of the host must have made the same calls
+    of ``empty`` in the same order. Other ranks do not see the values except through collectives. Where there
+    is no arena (one rank, other hosts only, CDIST_ARENA_BYTES=0) this is ``numpy.empty``.
+    ``torch.from_numpy`` makes a tensor of it.
 
     Args:
         shape: an int or a tuple of ints.

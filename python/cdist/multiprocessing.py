@@ -19,8 +19,15 @@ import traceback
 from cdist.errors import AbortedError, DistError, PeerLostError
 from cdist.launch.exits import MemoryWatch, mebibytes, signal_name
 
-__all__ = ["ProcessContext", "ProcessException", "ProcessExitedException", "ProcessRaisedException",
-           "SpawnContext", "spawn", "start_processes"]
+__all__ = [
+    "ProcessContext",
+    "ProcessException",
+    "ProcessExitedException",
+    "ProcessRaisedException",
+    "SpawnContext",
+    "spawn",
+    "start_processes",
+]
 
 # From SIGTERM to SIGKILL, seconds.
 GRACE = 30.0
@@ -63,6 +70,7 @@ def _end_with_parent(by_kernel):
     """Let this process end when its parent does, whatever ends that."""
     if by_kernel:
         from cdist.launch.worker import die_with_parent
+
         die_with_parent(mp.parent_process().pid)
         return
 
@@ -109,16 +117,20 @@ class _Failure:
         if code < 0:
             name = signal_name(-code)
             peak = mebibytes(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
-            text = (f"process {index} terminated with signal {name} (pid {pid}; "
-                    f"peak memory of the largest process {peak})")
+            text = (
+                f"process {index} terminated with signal {name} (pid {pid}; "
+                f"peak memory of the largest process {peak})"
+            )
             if code == -signal.SIGKILL:
                 text += f"; {memory.hint()}"
             return ProcessExitedException(text, index, pid, code, name)
         text = f"process {index} terminated with exit code {code} (pid {pid})"
         if not self.began:
-            text += ("; its function had not begun: is the call of spawn under "
-                     "`if __name__ == \"__main__\":`, and can the function's module be imported? "
-                     "Its own message is above, on stderr")
+            text += (
+                "; its function had not begun: is the call of spawn under "
+                '`if __name__ == "__main__":`, and can the function\'s module be imported? '
+                "Its own message is above, on stderr"
+            )
         return ProcessExitedException(text, index, pid, code)
 
 
@@ -208,15 +220,19 @@ SpawnContext = ProcessContext
 def _check_can_start(fn, start_method):
     """Raise where the child could not import what it is to run: better than a storm of processes."""
     if getattr(mp.process.current_process(), "_inheriting", False):
-        raise RuntimeError("spawn was called while this very process is being started by spawn: the main "
-                           "script ran again on import. Put the call under `if __name__ == \"__main__\":`")
+        raise RuntimeError(
+            "spawn was called while this very process is being started by spawn: the main "
+            'script ran again on import. Put the call under `if __name__ == "__main__":`'
+        )
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     has_file = getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))
     if start_method != "fork" and getattr(fn, "__module__", None) == "__main__" and not has_file:
-        raise RuntimeError(f"spawn: the function {getattr(fn, '__name__', fn)!r} is defined in a session "
-                           "without a file (notebook, python -, python -c), which a new process cannot "
-                           "import: put it into a module, or use start_processes(…, start_method=\"fork\")")
+        raise RuntimeError(
+            f"spawn: the function {getattr(fn, '__name__', fn)!r} is defined in a session "
+            "without a file (notebook, python -, python -c), which a new process cannot "
+            'import: put it into a module, or use start_processes(…, start_method="fork")'
+        )
 
 
 def start_processes(fn, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
@@ -253,8 +269,9 @@ def start_processes(fn, args=(), nprocs=1, join=True, daemon=False, start_method
     try:
         for index in range(nprocs):
             read_end, write_end = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(fn, index, args, write_end, by_kernel),
-                                      daemon=daemon)
+            process = context.Process(
+                target=_run, args=(fn, index, args, write_end, by_kernel), daemon=daemon
+            )
             process.start()
             write_end.close()
             started.processes.append(process)
@@ -281,13 +298,17 @@ def spawn(fn, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
     """
     if start_method != "spawn":
         import warnings
-        warnings.warn(f"spawn with start_method={start_method!r}: use start_processes for that",
-                      FutureWarning, stacklevel=2)
+
+        warnings.warn(
+            f"spawn with start_method={start_method!r}: use start_processes for that",
+            FutureWarning,
+            stacklevel=2,
+        )
     return start_processes(fn, args, nprocs, join, daemon, start_method)
 
 
 def __getattr__(name):
-    """Everything else is the standard library's: ``Queue``, ``Process``, ``get_context``, …"""
+    """Give everything else from the standard library: ``Queue``, ``Process``, ``get_context`` and so on."""
     if name in mp.__all__:
         return getattr(mp, name)
     raise AttributeError(f"module 'cdist.multiprocessing' has no attribute {name!r}")

@@ -1,8 +1,8 @@
 """Collectives of Python objects.
 
-Objects are pickled (protocol 5) before anything is sent. Buffers of 64 KiB and more, such as the memory of NumPy arrays, stay
-outside the pickle and are sent from and received into their own memory. A rank that cannot pickle its object tells the
-others, so that every rank raises.
+Objects are pickled (protocol 5) before anything is sent. Buffers of 64 KiB and more, such as the memory of
+NumPy arrays, stay outside the pickle and are sent from and received into their own memory. A rank that cannot
+pickle its object tells the others, so that every rank raises.
 """
 
 import io
@@ -32,7 +32,7 @@ _allow_pickle = True
 
 
 def set_allow_pickle(allow: bool) -> None:
-    """Forbids (False) or allows (True, the default) that objects from other ranks are unpickled in this process.
+    """Forbid (False) or allow (True, the default) to unpickle objects from other ranks in this process.
 
     With False every function of this module raises RuntimeError, except with ``weights_only=True``.
     """
@@ -69,7 +69,7 @@ def _check_allowed(function, weights_only):
 
 
 class _Message:
-    """A pickled object: a stream and the large buffers beside it; or the text of why it could not be pickled."""
+    """A pickled object: a stream and the large buffers beside it; or why it could not be pickled."""
 
     def __init__(self, stream, buffers, status=_OK):
         self.stream = numpy.frombuffer(stream, numpy.uint8)
@@ -122,8 +122,9 @@ def _raise_failures(function, group, headers, texts):
     bad = [rank for rank in range(len(headers)) if headers[rank][0] != _OK]
     if bad:
         rank = group._ranks[bad[0]]
+        text = bytes(texts[bad[0]]).decode(errors="replace")
         raise DistError(
-            f"{function}: rank {rank} could not pickle its object: {bytes(texts[bad[0]]).decode(errors='replace')}",
+            f"{function}: rank {rank} could not pickle its object: {text}",
             rank=rank,
             operation=function,
         )
@@ -364,7 +365,8 @@ def send_object_list(
     peer = _group_root(group, dst, group_dst, "send_object_list")
     if peer == group.rank():
         raise ValueError(
-            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
+            "Invalid destination rank: destination rank should not be the same as the rank of the current "
+            "process."
         )
     message = _Message.of(list(object_list))
     header = numpy.append(message.header, len(object_list))

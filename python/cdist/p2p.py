@@ -49,9 +49,10 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list) -> list:
-    """Start all messages of the list and returns their Works, in the same order; each can be waited for alone.
+    """Start all messages of the list and return their Works, in the same order.
 
-    Receives are started first, so that messages which are here already go straight into their arrays.
+    Each can be waited for alone. Receives are started first, so that messages which are here already go
+    straight into their arrays.
 
     Args:
         p2p_op_list: a list of P2POp of one group; may be empty.

@@ -28,7 +28,10 @@ _LAUNCHERS = {
 
 
 def _split(url):
-    """Return the parts of a URL. urllib costs as much to import as the rest of set-up, so the plain env:// goes without."""
+    """Return the parts of a URL.
+
+    urllib costs as much to import as the rest of set-up, so the plain env:// goes without.
+    """
     if url == "env://":
         return SimpleNamespace(scheme="env", netloc="", path="", query="", hostname=None, port=None)
     from urllib.parse import urlparse

@@ -41,10 +41,21 @@ class DistributedSampler:
 
     """
 
-    def __init__(self, dataset, num_replicas=None, rank=None, shuffle=True, seed=0, drop_last=False, *,
-                 pad=True, sampler=None):
+    def __init__(
+        self,
+        dataset,
+        num_replicas=None,
+        rank=None,
+        shuffle=True,
+        seed=0,
+        drop_last=False,
+        *,
+        pad=True,
+        sampler=None,
+    ):
         if num_replicas is None or rank is None:
             import cdist
+
             num_replicas = cdist.get_world_size() if num_replicas is None else num_replicas
             rank = cdist.get_rank() if rank is None else rank
         if dataset is None and sampler is None:
@@ -58,8 +69,8 @@ class DistributedSampler:
         self.pad = bool(pad)
         self.shuffle = bool(shuffle)
         self.seed = int(seed)
-        self._loaded = 0        # positions of the stream that were used up when load_state_dict was called
-        self._pass = None       # the latest pass of this epoch
+        self._loaded = 0  # positions of the stream that were used up when load_state_dict was called
+        self._pass = None  # the latest pass of this epoch
         self._warned = False
         # Checks rank and num_replicas, and that the data set has a length; that of a stream may be unknown.
         _core.index_count(*self._spec(self._length() if sampler is None else 0))
@@ -138,7 +149,7 @@ class DistributedSampler:
         """Tell which entries of ``indices()`` are padding: a bool array of shape ``(len(self),)``."""
         count, padding = _core.index_count(*self._spec(self._length(), self._first))
         mask = np.zeros(count, bool)
-        mask[count - padding:] = True
+        mask[count - padding :] = True
         return mask
 
     def set_epoch(self, epoch):
@@ -194,8 +205,12 @@ class DistributedSampler:
             return
         if last.is_done() and last.iterator.count > 0:
             self._warned = True
-            warnings.warn("DistributedSampler: this pass has the same order as the last one; call "
-                          "sampler.set_epoch(epoch) before each epoch", UserWarning, stacklevel=3)
+            warnings.warn(
+                "DistributedSampler: this pass has the same order as the last one; call "
+                "sampler.set_epoch(epoch) before each epoch",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def __getstate__(self):
         """Leave the pass behind: a copy starts it anew."""

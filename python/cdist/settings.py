@@ -4,7 +4,7 @@ from cdist import _core
 
 
 def table():
-    """The table in Markdown: one row for each environment variable that cdist reads."""
+    """Return the table in Markdown: one row for each environment variable that cdist reads."""
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for name, default, meaning in _core.settings():
         rows.append(f"| `{name}` | {f'`{default}`' if default else ''} | {meaning} |")

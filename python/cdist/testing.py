@@ -7,8 +7,8 @@
 
     outputs = cdist.testing.run(body, 4)
 
-Every run has a hard time limit and its own process group, and afterwards it is checked that no process, descriptor, shared
-memory or temporary file is left.
+Every run has a hard time limit and its own process group, and afterwards it is checked that no process,
+descriptor, shared memory or temporary file is left.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class RankFailedError(AssertionError):
 
 
 def _portable(error):
-    """The exception if it survives pickle, otherwise its text."""
+    """Return the exception if it survives pickle, otherwise its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -123,7 +123,7 @@ def _groups_alive(pids):
 
 
 def _leftovers():
-    """What a run could leave behind, as sets that are compared before and after."""
+    """List what a run could leave behind, as sets that are compared before and after."""
     descriptors = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -162,7 +162,7 @@ def _reap(pids, grace):
 
 
 def _tcp_init(backend, timeout, **options):
-    """A store in this process, and the function that lets a child meet the others through it."""
+    """Return a store in this process, and the function that lets a child meet the others through it."""
     from cdist.store import TCPStore
 
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -180,9 +180,20 @@ def _tcp_init(backend, timeout, **options):
     return server, init
 
 
-def run(function, world=2, *args, timeout=60, group_timeout=30, transport=None, backend="gloo", init=True, environ=None,
-        allow_failures=False, check_leftovers=True):  # fmt: skip
-    """Runs ``function(rank, world, *args)`` in `world` forked processes and returns what they returned, by rank.
+def run(
+    function,
+    world=2,
+    *args,
+    timeout=60,
+    group_timeout=30,
+    transport=None,
+    backend="gloo",
+    init=True,
+    environ=None,
+    allow_failures=False,
+    check_leftovers=True,
+):
+    """Run ``function(rank, world, *args)`` in `world` forked processes; return what they returned, by rank.
 
     Args:
         function: any callable; need not be picklable, what it returns must be.
@@ -194,7 +205,8 @@ def run(function, world=2, *args, timeout=60, group_timeout=30, transport=None, 
         backend: of init_process_group.
         init: call init_process_group before the function, and destroy_process_group after it.
         environ: further environment variables of the processes.
-        allow_failures: return exceptions (and exit codes of ranks that died) in place of results instead of raising.
+        allow_failures: return exceptions (and exit codes of ranks that died) in place of results instead of
+            raising.
         check_leftovers: check descriptors, shared memory and temporary files afterwards.
 
     Raises:
@@ -264,9 +276,10 @@ def _compare_leftovers(before, after):
 
 
 def run_threads(function, world=2, *args, timeout=60, group_timeout=30, force_tcp=False):
-    """Run ``function(group, *args)`` in `world` threads of this process, each with its own group object of one world.
+    """Run ``function(group, *args)`` in `world` threads of this process.
 
-    Returns what they returned, by rank; raises RankFailedError with the first failure.
+    Each has its own group object of one world. Returns what they returned, by rank; raises RankFailedError
+    with the first failure.
     """
     from cdist.process_group import ProcessGroup
     from cdist.store import HashStore
