@@ -3,8 +3,10 @@
     contestant.py KIND CASES OUT
         KIND: cdist, cdist-torch, cdist-arena, gloo, mpi4py; CASES: JSON [[op, bytes], …]
 
-`bytes` are those of the whole buffer of a rank (of the larger one where input and output differ), and of the
-message in send/recv. Rank 0 writes {"case": [seconds a call, …], "copy_rate": bytes/s of one core} to OUT.
+`bytes` are those of the whole buffer of a rank (of the larger one where input and output differ), of
+the message in send/recv, and of the array inside the object. Rank 0 writes to OUT: {"seconds": {case:
+[a call, …]}, "copy_rate": bytes/s of one core, "memory": {case: peak bytes of a rank beyond its
+arrays}}, the last two of cdist alone.
 """
 
 import json
@@ -17,6 +19,7 @@ import numpy as np
 BATCHES = 5
 BATCH_S = 0.03
 OUTSTANDING = 64
+OUTSTANDING_BYTES = 256 << 20  # of different arrays each way: larger messages share them
 
 
 def copy_rate():
@@ -28,6 +31,36 @@ def copy_rate():
         np.copyto(target, source)
         best = min(best, time.perf_counter() - began)
     return source.nbytes / best
+
+
+class Memory:
+    """Peak memory of this process: private pages, and its share of the pages that it shares."""
+
+    @staticmethod
+    def now():
+        with open("/proc/self/smaps_rollup") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+
+    @staticmethod
+    def status(name):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
+
+    def begin(self):
+        """Call when the arrays are there."""
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        self.before = self.now()
+
+    def end(self):
+        """Bytes that the operations took beyond what was there, at the highest."""
+        return max(self.now() - self.before, 0) + self.status("VmHWM") - self.status("VmRSS")
+
+
+def many_arrays(full, bytes):
+    """OUTSTANDING arrays; large ones are the same few again and again."""
+    different = [full(bytes // 4) for _ in range(min(max(OUTSTANDING_BYTES // bytes, 1), OUTSTANDING))]
+    return [different[i % len(different)] for i in range(OUTSTANDING)]
 
 
 class Torch:
@@ -77,8 +110,7 @@ class Torch:
 
     def outstanding(self, bytes):
         """OUTSTANDING messages each way at once; what is reported is the time for one of each."""
-        xs = [self.full(bytes // 4) for _ in range(OUTSTANDING)]
-        ys = [self.full(bytes // 4) for _ in range(OUTSTANDING)]
+        xs, ys = many_arrays(self.full, bytes), many_arrays(self.full, bytes)
         peer, isend, irecv = self.rank ^ 1, self.dist.isend, self.dist.irecv
 
         def run():
@@ -95,6 +127,22 @@ class Torch:
     def all_gather_object(self, bytes):
         x, call = np.ones(bytes // 4, np.float32), self.dist.all_gather_object
         return lambda: call([None] * self.world, x)
+
+    def gather_object(self, bytes):
+        x, call = np.ones(bytes // 4, np.float32), self.dist.gather_object
+        return lambda: call(x, [None] * self.world if self.rank == 0 else None, dst=0)
+
+    def scatter_object(self, bytes):
+        x, call = np.ones(bytes // 4, np.float32), self.dist.scatter_object_list
+        return lambda: call([None], [x] * self.world if self.rank == 0 else None, src=0)
+
+    def send_object(self, bytes):
+        """There and back; what is reported is half of it."""
+        x, peer = np.ones(bytes // 4, np.float32), self.rank ^ 1
+        send, recv = self.dist.send_object_list, self.dist.recv_object_list
+        if self.rank & 1:
+            return lambda: (recv([None], peer), send([x], peer))
+        return lambda: (send([x], peer), recv([None], peer))
 
 
 class Mpi:
@@ -143,8 +191,7 @@ class Mpi:
         return lambda: (send(x, peer), recv(y, peer))
 
     def outstanding(self, bytes):
-        xs = [self.full(bytes // 4) for _ in range(OUTSTANDING)]
-        ys = [self.full(bytes // 4) for _ in range(OUTSTANDING)]
+        xs, ys = many_arrays(self.full, bytes), many_arrays(self.full, bytes)
         peer, isend, irecv, wait = self.rank ^ 1, self.comm.Isend, self.comm.Irecv, self.mpi.Request.Waitall
         return lambda: wait([irecv(y, peer) for y in ys] + [isend(x, peer) for x in xs])
 
@@ -155,6 +202,20 @@ class Mpi:
     def all_gather_object(self, bytes):
         x, call = np.ones(bytes // 4, np.float32), self.comm.allgather
         return lambda: call(x)
+
+    def gather_object(self, bytes):
+        x, call = np.ones(bytes // 4, np.float32), self.comm.gather
+        return lambda: call(x)
+
+    def scatter_object(self, bytes):
+        x, call = np.ones(bytes // 4, np.float32), self.comm.scatter
+        return lambda: call([x] * self.world if self.rank == 0 else None)
+
+    def send_object(self, bytes):
+        x, peer, send, recv = np.ones(bytes // 4, np.float32), self.rank ^ 1, self.comm.send, self.comm.recv
+        if self.rank & 1:
+            return lambda: (recv(source=peer), send(x, peer))
+        return lambda: (send(x, peer), recv(source=peer))
 
 
 def make(kind):
@@ -194,9 +255,11 @@ def batch(call, rounds):
     return (time.perf_counter() - began) / rounds
 
 
-def measure(contestant, op, bytes):
+def measure(contestant, op, bytes, memory):
     """Seconds a call in each batch: those of the slowest rank."""
     call = getattr(contestant, op)(bytes)
+    if memory:
+        memory.begin()
     batch(call, 2)
     # All ranks agree on the number of rounds: they take the same maximum. Twice, since the first is cold.
     for rounds in (2, 5):
@@ -205,18 +268,26 @@ def measure(contestant, op, bytes):
             break
     rounds = min(max(int(BATCH_S / once), 1), 20000)
     batches = BATCHES if once < 0.25 else 2
-    unit = {"send_recv": 2, "outstanding": OUTSTANDING}.get(op, 1)
+    unit = {"send_recv": 2, "send_object": 2, "outstanding": OUTSTANDING}.get(op, 1)
     return [contestant.largest(batch(call, rounds)) / unit for _ in range(batches)]
 
 
 def main():
     kind, cases, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-    rate = copy_rate() if os.environ.get("RANK", "0") == "0" and kind == "cdist" else None
     contestant, end = make(kind)
-    results = {f"{op} {bytes}": measure(contestant, op, bytes) for op, bytes in cases}
+    rate = copy_rate() if contestant.rank == 0 and kind == "cdist" else None
+    memory = Memory() if kind == "cdist" and os.path.exists("/proc/self/smaps_rollup") else None
+    seconds, peaks, kept = {}, {}, 0
+    for op, bytes in cases:
+        seconds[f"{op} {bytes}"] = measure(contestant, op, bytes, memory)
+        if memory:
+            # Shared memory that an earlier case touched counts for the later ones too.
+            extra = contestant.largest(memory.end())
+            kept = max(kept, extra)
+            peaks[f"{op} {bytes}"] = kept
     if contestant.rank == 0:
         with open(out, "w") as file:
-            json.dump(dict(results, copy_rate=rate), file)
+            json.dump({"seconds": seconds, "copy_rate": rate, "memory": peaks or None}, file)
     contestant.largest(0.0)
     end()
 

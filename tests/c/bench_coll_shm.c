@@ -1,6 +1,7 @@
-/* Times of the shared-memory algorithms between processes: bench_coll_shm [ranks [kind [path]]]. For each size the best and the
- * median of several batches on rank 0, in microseconds, and bytes of the buffer over the median time. With
- * BENCH_PIN=1 each rank stays on a core of its own. */
+/* Times of the shared-memory algorithms between processes: bench_coll_shm [ranks [kind [path [bytes…]]]]; path "plan" is the
+ * plan's choice. For each size the best and the median of several batches on rank 0, in microseconds, and bytes of the buffer
+ * over the median time. With BENCH_PIN=1 each rank stays on a core of its own; with BENCH_SHARE=1 all begin on one core, free
+ * to leave it. */
 #include "shm_ranks.h"
 
 #include <sched.h>
@@ -110,18 +111,29 @@ static void bench_size(bench_rank *b, cd_kind kind, const char *path, size_t byt
                (double)bytes / us[BATCHES / 2] / 1000);
 }
 
+static size_t sizes[32] = {4, 64, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
+static size_t sizes_count = 14;
+
+static void place(int rank)
+{
+    if (!getenv("BENCH_PIN") && !getenv("BENCH_SHARE"))
+        return;
+    cpu_set_t all, one;
+    CHECK(sched_getaffinity(0, sizeof all, &all) == 0);
+    CPU_ZERO(&one);
+    CPU_SET(getenv("BENCH_PIN") ? (size_t)(rank % cd_host_cores()) : 0, &one);
+    CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+    if (getenv("BENCH_SHARE"))
+        CHECK(sched_setaffinity(0, sizeof all, &all) == 0);
+}
+
 static void bench_rank_main(shm_ranks *g, int rank, const char *only, const char *path, _Atomic uint64_t *shared)
 {
-    static const size_t sizes[] = {4,     64,     1024,    4096,    8192,    16384,   32768,
-                                   65536, 131072, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
-    size_t most = sizes[13];
+    size_t most = 4096;
+    for (size_t i = 0; i < sizes_count; i++)
+        most = sizes[i] > most ? sizes[i] : most;
     bench_rank b = {.g = g, .rank = rank, .patience = shm_ranks_patience(g, 600 * CD_NS_PER_S)};
-    if (getenv("BENCH_PIN")) {
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        CPU_SET((size_t)(rank % cd_host_cores()), &set);
-        sched_setaffinity(0, sizeof set, &set);
-    }
+    place(rank);
     char *in = user_memory(most), *out = user_memory(most);
     bool in_arena = path && strcmp(path, "shm_arena") == 0;
     if (in_arena) {
@@ -133,8 +145,9 @@ static void bench_rank_main(shm_ranks *g, int rank, const char *only, const char
     for (int kind = CD_BARRIER; kind <= CD_ALL_TO_ALL; kind++) {
         if (only && strcmp(only, "all") != 0 && strcmp(only, cd_kind_name((cd_kind)kind)) != 0)
             continue;
-        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-            if ((kind == CD_BARRIER && i) || (path && strcmp(path, "shm_small") == 0 && sizes[i] > 65536))
+        for (size_t i = 0; i < sizes_count; i++) {
+            if ((kind == CD_BARRIER && i) ||
+                (path && strcmp(path, "shm_small") == 0 && sizes[i] > cd_shm_small_limit(g->world)))
                 break;
             bench_size(&b, (cd_kind)kind, path, sizes[i], in, out, shared);
         }
@@ -145,6 +158,9 @@ int main(int argc, char **argv)
 {
     int ranks = argc > 1 ? atoi(argv[1]) : 2;
     CHECK(ranks >= 1 && ranks <= MOST_RANKS);
+    for (int i = 4; i < argc && i < 4 + 32; i++)
+        sizes[(sizes_count = (size_t)i - 3) - 1] = (size_t)atoll(argv[i]);
+    const char *path = argc > 3 && strcmp(argv[3], "plan") != 0 ? argv[3] : NULL;
     static shm_ranks g;
     shm_ranks_make(&g, ranks, (size_t)128 << 20);
     cd_segment shared;
@@ -154,7 +170,7 @@ int main(int argc, char **argv)
     fflush(stdout);
     for (int rank = 0; rank < ranks; rank++)
         if (fork() == 0) {
-            bench_rank_main(&g, rank, argc > 2 ? argv[2] : NULL, argc > 3 ? argv[3] : NULL, shared.base);
+            bench_rank_main(&g, rank, argc > 2 ? argv[2] : NULL, path, shared.base);
             fflush(stdout);
             _exit(0);
         }
