@@ -5,7 +5,8 @@ Switches, from the environment:
     CDIST_SANITIZE=address,undefined    (or thread) a sanitizer build
     CDIST_COVERAGE=1                    a build for gcov
     CDIST_WERROR=1                      warnings are errors (CI)
-    CDIST_NVCC=/path/nvcc               compiler of the GPU kernels; empty: none (default: the one in PATH or /usr/local/cuda)
+    CDIST_NVCC=/path/nvcc               compiler of the GPU kernels; empty: none
+                                        (default: the one in PATH or /usr/local/cuda)
 """
 
 import os
@@ -19,28 +20,35 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-ROOMS = "base simd net shm store coll cuda backend group ddp sampler py".split()
+ROOMS = ["base", "simd", "net", "shm", "store", "coll", "cuda", "backend", "group", "ddp", "sampler", "py"]
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
 
-# One body, compiled once per instruction set; the choice is made when the library is loaded (csrc/simd/reduce.c).
+# One body, compiled once per instruction set; the choice is made when the library is loaded
+# (csrc/simd/reduce.c).
 SIMD_FLAGS = {
-    "x86_64": {"reduce_avx2.c": ["-mavx2", "-mf16c"],
-               "reduce_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"]},
+    "x86_64": {
+        "reduce_avx2.c": ["-mavx2", "-mf16c"],
+        "reduce_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mf16c"],
+    },
     "aarch64": {},
 }
 
 
 # Machine code for Ampere and Hopper, and PTX, which later GPUs compile for themselves.
-NVCC_TARGETS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=sm_90",
-                "-gencode=arch=compute_90,code=compute_90"]
+NVCC_TARGETS = [
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_90,code=compute_90",
+]
 
 
 def embed_kernels(folder):
-    """Writes the GPU kernels as a C file: nvcc's image where nvcc is there, and always their source, for NVRTC."""
+    """Write the GPU kernels as a C file: nvcc's image where there is nvcc; always their source, for NVRTC."""
     folder.mkdir(parents=True, exist_ok=True)
     kernels, params = ROOT / "csrc/cuda/kernels.cu", ROOT / "csrc/cuda/kernel_params.h"
     made = folder / "kernels_image.c"
-    nvcc = os.environ.get("CDIST_NVCC", shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc") or "")
+    found = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc") or ""
+    nvcc = os.environ.get("CDIST_NVCC", found)
     stamp = f"/* by {nvcc or 'no nvcc'} */\n"
     newest = max(path.stat().st_mtime for path in (kernels, params, ROOT / "setup.py"))
     if made.exists() and made.stat().st_mtime > newest and made.read_text().startswith(stamp):
@@ -48,14 +56,16 @@ def embed_kernels(folder):
     image = b"\0"
     if nvcc:
         fatbin = folder / "kernels.fatbin"
-        subprocess.run([nvcc, "-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-fatbin", *NVCC_TARGETS, str(kernels),
-                        "-o", str(fatbin)], check=True)
+        flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-fatbin", *NVCC_TARGETS]
+        subprocess.run([nvcc, *flags, str(kernels), "-o", str(fatbin)], check=True)
         image = fatbin.read_bytes()
-    source = kernels.read_text().replace('#include "cuda/kernel_params.h"', params.read_text()).encode("ascii", "replace")
+    source = kernels.read_text().replace('#include "cuda/kernel_params.h"', params.read_text())
+    image_bytes, source_bytes = (",".join(map(str, b)) for b in (image, source.encode("ascii", "replace")))
     made.write_text(
-        stamp + '#include "cuda/kernels.h"\n'
-        + "const unsigned char cd_kernels_image[] CD_ALIGNED(64) = {" + ",".join(map(str, image)) + "};\n"
-        + "const char cd_kernels_source[] = {" + ",".join(map(str, source)) + ",0};\n")
+        f'{stamp}#include "cuda/kernels.h"\n'
+        f"const unsigned char cd_kernels_image[] CD_ALIGNED(64) = {{{image_bytes}}};\n"
+        f"const char cd_kernels_source[] = {{{source_bytes},0}};\n"
+    )
     return made
 
 
@@ -63,6 +73,7 @@ class BuildExt(build_ext):
     """Compiles files in parallel, gives the SIMD files their instruction sets, and adds the GPU kernels."""
 
     def build_extension(self, ext):
+        """Build one extension, with the kernels among its sources."""
         image = embed_kernels(ROOT / "build" / "kernels")
         ext.sources = [*ext.sources, str(image.relative_to(ROOT))]
         flags = SIMD_FLAGS.get(platform.machine(), {})
@@ -77,6 +88,7 @@ class BuildExt(build_ext):
 
 
 def switches():
+    """Return the arguments of compiler and linker that the environment asks for."""
     compile_args = ["-std=c11", "-O2", "-g", "-ffp-contract=off", "-fvisibility=hidden", *WARNINGS]
     link_args = []
     if os.environ.get("CDIST_WERROR"):
@@ -92,16 +104,21 @@ def switches():
 
 
 def extension():
+    """Return the one extension, of all C files in csrc/."""
     compile_args, link_args = switches()
-    sources = sorted(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / "csrc" / room).glob("*.c"))
+    files = (path for room in ROOMS for path in (ROOT / "csrc" / room).glob("*.c"))
+    sources = sorted(str(path.relative_to(ROOT)) for path in files)
     headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*/*.h"))
     return Extension(
         "cdist._core",
         sources=sources,
         depends=headers,
         include_dirs=["csrc", numpy.get_include()],
-        define_macros=[("_GNU_SOURCE", "1"), ("NPY_NO_DEPRECATED_API", "NPY_1_23_API_VERSION"),
-                       ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION")],
+        define_macros=[
+            ("_GNU_SOURCE", "1"),
+            ("NPY_NO_DEPRECATED_API", "NPY_1_23_API_VERSION"),
+            ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),
+        ],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
         libraries=["dl", "pthread", "m"],
