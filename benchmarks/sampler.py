@@ -1,6 +1,6 @@
 """DistributedSampler against torch's: time to the first index and to drain, interleaved, medians.
 
-    python benchmarks/sampler.py [--samples 10000000] [--replicas 8] [--rounds 7] [--json FILE]
+python benchmarks/sampler.py [--samples 10000000] [--replicas 8] [--rounds 7] [--json FILE]
 """
 
 import argparse
@@ -37,19 +37,22 @@ def main():
     for epoch in range(args.rounds + 1):
         for name, cls in classes.items():
             measured = one_pass(cls, args.samples, args.replicas, epoch)
-            if epoch > 0:   # the first round warms up
+            if epoch > 0:  # the first round warms up
                 times[name].append(measured)
-    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)]
-               for name, rows in times.items()}
+    medians = {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)]
+        for name, rows in times.items()
+    }
     print(f"{args.samples} samples over {args.replicas} replicas, median of {args.rounds} rounds")
     for i, what in enumerate(("first index", "drain")):
         ours, theirs = medians["cdist"][i], medians["torch"][i]
         print(f"{what:12} cdist {ours:8.1f} ms   torch {theirs:8.1f} ms   {theirs / ours:5.1f} times")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"samples": args.samples, "replicas": args.replicas,
-                       **{f"{name}_{what}_ms": medians[name][i] for name in medians
-                          for i, what in enumerate(("first", "drain"))}}, file)
+            out = {"samples": args.samples, "replicas": args.replicas}
+            for name, (first, drain) in medians.items():
+                out |= {f"{name}_first_ms": first, f"{name}_drain_ms": drain}
+            json.dump(out, file)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What the tests of collectives share: inputs of every rank, results in NumPy by the rules of csrc/simd/reduce.h, layouts."""
+"""What the tests of collectives share.
+
+Inputs of every rank, results in NumPy by the rules of csrc/simd/reduce.h, layouts.
+"""
 
 import functools
 
@@ -10,8 +13,9 @@ from cdist import ReduceOp
 TRANSPORTS = ["shm", "tcp"]
 
 NUMBERS = [
-    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
-    "float64", "complex64", "complex128", "longdouble", "clongdouble", "float8_e4m3fn", "float8_e5m2",
+    "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16",
+    "float32", "float64", "complex64", "complex128", "longdouble", "clongdouble",
+    "float8_e4m3fn", "float8_e5m2",
 ]  # fmt: skip
 OTHERS = ["M8[ns]", "m8[s]", "S7", "U3", "V5", "i4,f8", ">f4", ">i2", "int4"]
 OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
@@ -88,7 +92,8 @@ def reduced(op, inputs):
         function = {
             "SUM": np.logical_or if kind == np.bool_ else np.add, "AVG": np.add, "PREMUL_SUM": np.add,
             "PRODUCT": np.logical_and if kind == np.bool_ else np.multiply,
-            "MIN": np.minimum, "MAX": np.maximum, "BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor,
+            "MIN": np.minimum, "MAX": np.maximum,
+            "BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor,
         }[op]  # fmt: skip
         if op == "PRODUCT" and kind.kind == "c":
             function = complex_product
@@ -139,7 +144,7 @@ LAYOUTS = {
 
 
 def place(x, layout):
-    """Returns (an array with x's values and this layout, a function that tells whether memory around it was written)."""
+    """Return an array with x's values and this layout, and a function: was memory around it written?"""
     base, cut = LAYOUTS[layout](x)
     raw = base.reshape(-1).view(np.uint8) if base.size else np.empty(0, np.uint8)
     raw[...] = 0x5A
@@ -171,7 +176,10 @@ def same(got, want):
 
 
 def calls(kind, rank, world, name, shape, layout="contiguous", op="SUM", seed=0, **options):
-    """Runs one collective. Yields pairs (what it gave, what it must give) and last whether memory around was written."""
+    """Run one collective.
+
+    Yields pairs (what it gave, what it must give) and last whether memory around was written.
+    """
     mine = functools.partial(data, name=name, seed=seed)
     spoils = []
 

@@ -81,8 +81,13 @@ def test_foreign_byte_order_is_bytes_and_marked():
     )
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool",
-                                   "complex64", "complex128"])  # fmt: skip
+TORCH_DTYPES = [
+    "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool",
+    "complex64", "complex128",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
 def test_torch_tensors_are_read_in_place(dtype):
     t = torch.arange(24).reshape(4, 6).to(getattr(torch, dtype))
     for view in (t, t.T, t[::2, 1:], t[1, 2], t[:0]):

@@ -12,7 +12,7 @@ from collective_cases import TRANSPORTS
 pairs = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
-# ------------------------------------------------------------------------------------------------------ bad arguments
+# ---------------------------------------------------------------------------------------------- bad arguments
 
 
 def _raises(kind, match, function, *args, **kwargs):
@@ -180,7 +180,7 @@ def test_mismatch_text_shows_both_sides():
         assert "rank 2" in text
 
 
-# ------------------------------------------------------------------------------------------------------ time and waits
+# --------------------------------------------------------------------------------------------- time and waits
 
 
 def _late(rank, world):

@@ -1,4 +1,7 @@
-"""Every collective over dtype, layout, size, reduction, world size and transport: bits against NumPy in rank order."""
+"""Every collective over dtype, layout, size, reduction, world size and transport.
+
+Compared with NumPy in rank order, bit by bit.
+"""
 
 import inspect
 import time
@@ -28,7 +31,8 @@ WORLDS = [1, 2, 3, 4]
 everywhere = pytest.mark.parametrize(("world", "transport"), [(w, t) for t in TRANSPORTS for w in WORLDS])
 pairs = pytest.mark.parametrize("transport", TRANSPORTS)
 
-# Around what is sent in one piece, and around 64 KiB, where the plan changes (csrc/coll/plan.c), for 4-byte elements.
+# Around what is sent in one piece, and around 64 KiB, where the plan changes (csrc/coll/plan.c), for 4-byte
+# elements.
 COUNTS = [1, 2, 3, 11, 12, 13, 1000, 16383, 16384, 16385, 65535, 65537, 300_001]
 
 
@@ -130,7 +134,7 @@ def test_large_arrays(world, transport):
     assert run(_large, world, transport=transport) == [[]] * world
 
 
-# ---------------------------------------------------------------------------------------------------- uneven, in place
+# ------------------------------------------------------------------------------------------- uneven, in place
 
 
 def _uneven(rank, world):
@@ -214,7 +218,7 @@ def test_inputs_may_be_read_only():
     assert run(_read_only_source, 2) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
 
 
-# ------------------------------------------------------------------------------------------------ reduction semantics
+# ---------------------------------------------------------------------------------------- reduction semantics
 
 
 def _semantics(rank, world):
@@ -288,7 +292,7 @@ def test_bfloat16_is_accumulated_in_float32():
     assert run(body, 4) == [True] * 4
 
 
-# ------------------------------------------------------------------------------------------------------------- torch
+# ------------------------------------------------------------------------------------------------------ torch
 
 
 def _torch(rank, world):
@@ -324,7 +328,7 @@ def test_torch_tensors(transport):
     assert run(_torch, 2, transport=transport) == ["ok"] * 2
 
 
-# ------------------------------------------------------------------------------------------------------------- others
+# ----------------------------------------------------------------------------------------------------- others
 
 
 def _outsider(rank, world):

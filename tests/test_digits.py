@@ -15,11 +15,13 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "digits.py"
 
 
 def command(ranks, *options):
-    return [sys.executable, "-m", "cdist.run", "--nproc-per-node", str(ranks), str(EXAMPLE), *map(str, options)]
+    launcher = [sys.executable, "-m", "cdist.run", "--nproc-per-node", str(ranks)]
+    return [*launcher, str(EXAMPLE), *map(str, options)]
 
 
 def train(ranks, checkpoint, *options):
-    done = subprocess.run(command(ranks, "--checkpoint", checkpoint, *options), capture_output=True, text=True, timeout=90)
+    line = command(ranks, "--checkpoint", checkpoint, *options)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     return float(re.search(r"test accuracy: ([\d.]+)%", done.stdout)[1])
 
@@ -66,7 +68,8 @@ def workers_of(launcher):
         except OSError:
             continue
         values = dict(item.split(b"=", 1) for item in environment if b"=" in item)
-        if values.get(b"CDIST_TEST_JOB") == str(launcher).encode() and b"RANK" in values and b"digits.py" in arguments:
+        is_of_job = values.get(b"CDIST_TEST_JOB") == str(launcher).encode()
+        if is_of_job and b"RANK" in values and b"digits.py" in arguments:
             found[int(values[b"RANK"])] = int(entry.name)
     return found
 
@@ -75,7 +78,10 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
     job = f"digits-{os.getpid()}"
     launcher = subprocess.Popen(
         command(3, "--epochs", 100000, "--checkpoint", tmp_path / "none.npz", "--every", 1000000),
-        env={**os.environ, "CDIST_TEST_JOB": job}, stderr=subprocess.PIPE, text=True)
+        env={**os.environ, "CDIST_TEST_JOB": job},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + 30
         while len(workers_of(job)) < 3 and time.monotonic() < deadline:

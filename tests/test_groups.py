@@ -461,11 +461,13 @@ def test_import_changes_nothing_in_the_process():
         import os, signal, sys, threading, numpy
         def look():
             handlers = [signal.getsignal(n) for n in signal.valid_signals()]
-            return os.sched_getaffinity(0), dict(os.environ), handlers, len(os.listdir("/proc/self/task")), sys.excepthook
+            threads = len(os.listdir("/proc/self/task"))
+            return os.sched_getaffinity(0), dict(os.environ), handlers, threads, sys.excepthook
         before = look()
         import cdist
         assert look() == before
-        heavy = {"multiprocessing", "torch", "asyncio", "cdist.objects", "cdist.parallel.ddp"} & set(sys.modules)
+        heavy = {"multiprocessing", "torch", "asyncio", "cdist.objects", "cdist.parallel.ddp"}
+        heavy &= set(sys.modules)
         assert not heavy, heavy
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)

@@ -20,7 +20,7 @@ from cdist.launch.exits import MemoryWatch
 from cdist.launch.logs import Stream
 from cdist.launch.record import read_error, record
 
-LIMIT = 30      # seconds; only a hang takes as long
+LIMIT = 30  # seconds; only a hang takes as long
 PER_NODE = "--nproc-per-node"
 
 
@@ -126,13 +126,25 @@ def test_environment(launcher):
     assert len(envs) == 2
     cores = len(os.sched_getaffinity(0))
     for rank, env in enumerate(envs):
-        expected = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0,
-                    "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": 2, "ROLE_NAME": "actor",
-                    "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": 0,
-                    "TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_RUN_ID": "none",
-                    "TORCHELASTIC_USE_AGENT_STORE": "True",
-                    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-                    "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1, "OMP_NUM_THREADS": max(1, cores // 2)}
+        expected = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": 2,
+            "ROLE_NAME": "actor",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 3,
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+            "OMP_NUM_THREADS": max(1, cores // 2),
+        }
         assert {name: env[name] for name in expected} == {name: str(v) for name, v in expected.items()}
         assert env["TORCHELASTIC_ERROR_FILE"].endswith(f"attempt_0/{rank}/error.json")
         assert re.fullmatch("[0-9a-f]{64}", env["CDIST_JOB_SECRET"])
@@ -147,7 +159,7 @@ def test_the_users_variables_win(launcher):
         """)
     env = {"OMP_NUM_THREADS": "7", "CDIST_JOB_SECRET": "ab" * 32}
     result = launcher.run(PER_NODE, 2, "--local-addr", "10.0.0.7", script, env=env)
-    assert result.stdout.splitlines() == [f"7 {'ab' * 32} 10.0.0.7/32"] * 2     # K169
+    assert result.stdout.splitlines() == [f"7 {'ab' * 32} 10.0.0.7/32"] * 2  # K169
 
 
 def test_ways_to_start(launcher):
@@ -165,27 +177,30 @@ def test_ways_to_start(launcher):
     assert defaults.stdout == "worker.py __main__\n" * 2
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    (["--nproc-per-node", "x", "s"], "Unsupported nproc_per_node value: x"),
-    (["--nproc-per-node", "0", "s"], "Unsupported nproc_per_node value: 0"),
-    (["--nproc-per-node", "xpu", "s"], "Unsupported nproc_per_node value: xpu"),
-    (["--nnodes", "1:4", "s"], "changing number of nodes"),
-    (["--nnodes", "0", "s"], "positive number"),
-    (["--nnodes", "2", "--node-rank", "2", "s"], "--node-rank should be 0 to 1, not 2"),
-    (["--master-port", "65536", "s"], "0 to 65535"),
-    (["--nnodes", "2", "--rdzv-backend", "c10d", "s"], "needs --rdzv-endpoint"),
-    (["--rdzv-backend", "etcd", "s"], "static or c10d"),
-    (["--no-python", "-m", "s"], "--no-python"),
-    (["--tee", "4", "s"], "--tee should be"),
-    (["--redirects", "5:1", "s"], "--redirects should be"),
-    (["--signals-to-handle", "SIGKILL", "s"], "SIGKILL"),
-    (["--local-ranks-filter", "a", "s"], "--local-ranks-filter"),
-    (["--max-restarts", "-1", "s"], "negative"),
-    (["--max-restarts", "many", "s"], "invalid int value"),
-    (["--bind", "socket", "s"], "invalid choice"),
-    (["--nosuch", "s"], "unrecognized arguments|the following arguments are required"),
-    ([], "script"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--nproc-per-node", "x", "s"], "Unsupported nproc_per_node value: x"),
+        (["--nproc-per-node", "0", "s"], "Unsupported nproc_per_node value: 0"),
+        (["--nproc-per-node", "xpu", "s"], "Unsupported nproc_per_node value: xpu"),
+        (["--nnodes", "1:4", "s"], "changing number of nodes"),
+        (["--nnodes", "0", "s"], "positive number"),
+        (["--nnodes", "2", "--node-rank", "2", "s"], "--node-rank should be 0 to 1, not 2"),
+        (["--master-port", "65536", "s"], "0 to 65535"),
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "s"], "needs --rdzv-endpoint"),
+        (["--rdzv-backend", "etcd", "s"], "static or c10d"),
+        (["--no-python", "-m", "s"], "--no-python"),
+        (["--tee", "4", "s"], "--tee should be"),
+        (["--redirects", "5:1", "s"], "--redirects should be"),
+        (["--signals-to-handle", "SIGKILL", "s"], "SIGKILL"),
+        (["--local-ranks-filter", "a", "s"], "--local-ranks-filter"),
+        (["--max-restarts", "-1", "s"], "negative"),
+        (["--max-restarts", "many", "s"], "invalid int value"),
+        (["--bind", "socket", "s"], "invalid choice"),
+        (["--nosuch", "s"], "unrecognized arguments|the following arguments are required"),
+        ([], "script"),
+    ],
+)
 def test_bad_command_lines(arguments, text):
     with pytest.raises(options.OptionError, match=text):
         options.parse(arguments)
@@ -241,8 +256,7 @@ def test_core_sets():
 def test_threads_follow_the_usable_cores(launcher):  # K169
     usable = sorted(os.sched_getaffinity(0))
     script = launcher.script("print(rank, os.environ['OMP_NUM_THREADS'], *sorted(os.sched_getaffinity(0)))")
-    one = launcher.run(PER_NODE, 2, script,
-                       preexec_fn=lambda: os.sched_setaffinity(0, usable[:1]))
+    one = launcher.run(PER_NODE, 2, script, preexec_fn=lambda: os.sched_setaffinity(0, usable[:1]))
     assert sorted(one.stdout.splitlines()) == [f"{rank} 1 {usable[0]}" for rank in (0, 1)]
     bound = launcher.run(PER_NODE, 2, "--bind", "core", script)
     rows = [list(map(int, line.split())) for line in bound.stdout.splitlines()]
@@ -272,17 +286,20 @@ def test_the_launchers_store_serves_the_ranks(launcher, package):
 # -- failures
 
 
-@pytest.mark.parametrize(("end", "code", "words"), [
-    ("sys.exit(7)", 7, "exit code 7"),
-    ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal SIGSEGV"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL"),
-    ("raise ValueError('unwell')", 1, "exit code 1"),
-])
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("sys.exit(7)", 7, "exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL"),
+        ("raise ValueError('unwell')", 1, "exit code 1"),
+    ],
+)
 def test_the_first_failure_ends_the_job(launcher, end, code, words):  # K131, K125
     script = launcher.script(f"if rank == 1:\n    {end}\ntime.sleep(600)")
     result = launcher.run(PER_NODE, 3, script)
     assert result.returncode == code
-    report = result.stderr[result.stderr.index("cdistrun: "):]
+    report = result.stderr[result.stderr.index("cdistrun: ") :]
     first = report.splitlines()[0]
     assert re.match(r"cdistrun: rank 1 \(host \S+, local rank 1, pid \d+\) ended with " + words, first)
     assert re.search(r"after \d+\.\d s, peak memory \d+ MiB: the first failure$", first)
@@ -294,8 +311,10 @@ def test_the_first_failure_ends_the_job(launcher, end, code, words):  # K131, K1
 
 
 def test_an_early_end_is_no_failure_by_itself(launcher):  # K130
-    script = launcher.script("if rank == 0:\n    touch('gone')\n    sys.exit(0)\n"
-                             "wait_for('gone')\ntime.sleep(0.3)\nsys.exit(int(sys.argv[1]))")
+    script = launcher.script(
+        "if rank == 0:\n    touch('gone')\n    sys.exit(0)\n"
+        "wait_for('gone')\ntime.sleep(0.3)\nsys.exit(int(sys.argv[1]))"
+    )
     assert launcher.run(PER_NODE, 2, script, 0).returncode == 0
     assert launcher.run(PER_NODE, 2, script, 3).returncode == 3
 
@@ -320,7 +339,7 @@ def test_the_cause_comes_last_and_not_its_consequence(launcher):
         """)
     result = launcher.run(PER_NODE, 2, script)
     assert result.returncode == 1
-    report = result.stderr[result.stderr.index("cdistrun: "):]
+    report = result.stderr[result.stderr.index("cdistrun: ") :]
     assert re.search(r"cdistrun: rank 1 .*: the first failure\ncdistrun: rank 0 .*: a consequence\n", report)
     assert report.splitlines()[-1] == "ValueError: cause"
     assert report.count("Traceback") == 2
@@ -340,7 +359,7 @@ def test_record(launcher):
         """)
     result = launcher.run(PER_NODE, 2, "--log-dir", launcher.folder / "logs", script)
     assert result.stderr.splitlines()[-1] == "ValueError: recorded"
-    path, = (launcher.folder / "logs").glob("*/attempt_0/0/error.json")
+    (path,) = (launcher.folder / "logs").glob("*/attempt_0/0/error.json")
     message = json.loads(path.read_text())["message"]
     assert message["message"] == "ValueError: recorded"
     assert "in main" in message["extraInfo"]["py_callstack"]
@@ -384,9 +403,11 @@ def test_torchs_record_is_read(tmp_path, monkeypatch):
 
 
 def test_restarts(launcher):
-    script = launcher.script("attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-                             "print(rank, attempt, os.environ['MASTER_PORT'], flush=True)\n"
-                             "if attempt < 2:\n    if rank == 1: sys.exit(3)\n    time.sleep(600)\n")
+    script = launcher.script(
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "print(rank, attempt, os.environ['MASTER_PORT'], flush=True)\n"
+        "if attempt < 2:\n    if rank == 1: sys.exit(3)\n    time.sleep(600)\n"
+    )
     result = launcher.run(PER_NODE, 2, "--max-restarts", 2, script)
     assert result.returncode == 0
     rows = [line.split() for line in result.stdout.splitlines()]
@@ -410,14 +431,17 @@ def test_an_occupied_port_is_named_at_once(launcher):  # K23
         port = taken.getsockname()[1]
         result = launcher.run(PER_NODE, 3, "--master-port", port, script)
     assert result.returncode == 1
-    assert re.match(rf"cdistrun: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
-                    "--master-port", result.stderr)
+    assert re.match(
+        rf"cdistrun: cannot listen on 127.0.0.1:{port}: Address already in use; choose another "
+        "--master-port",
+        result.stderr,
+    )
     assert not (launcher.folder / "started").exists()
 
 
 def test_a_port_that_the_kernel_gives_away_is_warned_of(launcher):  # K43
     script = launcher.script("print(os.environ['MASTER_PORT'])")
-    port = free_port()      # out of that range
+    port = free_port()  # out of that range
     result = launcher.run(PER_NODE, 2, "--master-port", port, script)
     assert result.stdout.splitlines() == [str(port)] * 2
     assert result.stderr.count("ip_local_port_range") == 1
@@ -426,6 +450,7 @@ def test_a_port_that_the_kernel_gives_away_is_warned_of(launcher):  # K43
 
 def test_memory_watch(tmp_path, monkeypatch):
     from cdist.launch import exits
+
     monkeypatch.setattr(exits, "_memory_cgroup", lambda: str(tmp_path))
     for events, limit in (("memory.events", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes")):
         (tmp_path / events).write_text("low 0\noom 1\noom_kill 1\n")
@@ -443,15 +468,17 @@ def test_memory_watch(tmp_path, monkeypatch):
 
 
 def test_ctrl_c(launcher):
-    script = launcher.script("signal.signal(signal.SIGINT, signal.SIG_IGN) if rank == 1 else None\n"
-                             "touch(f'up{rank}')\ntime.sleep(600)")
+    script = launcher.script(
+        "signal.signal(signal.SIGINT, signal.SIG_IGN) if rank == 1 else None\n"
+        "touch(f'up{rank}')\ntime.sleep(600)"
+    )
     process = launcher.start(PER_NODE, 2, script)
     launcher.wait_for("up0", "up1")
     process.send_signal(signal.SIGINT)
     result = launcher.finish(process)
     assert result.returncode == 130
     assert "cdistrun: SIGINT: stopping all workers" in result.stderr
-    assert not launcher.marked()        # at once, the stubborn rank too
+    assert not launcher.marked()  # at once, the stubborn rank too
 
 
 def test_sigterm_leaves_time_to_finish(launcher):
@@ -490,7 +517,7 @@ time.sleep(600)
 def test_nothing_survives_the_launchers_death(launcher):  # K121
     process = launcher.start(PER_NODE, 3, launcher.script(STUBBORN_CHILD + "time.sleep(600)"))
     launcher.wait_for("up0", "up1", "up2")
-    assert len(launcher.marked()) >= 8      # launcher, guard, workers, their children
+    assert len(launcher.marked()) >= 8  # launcher, guard, workers, their children
     process.kill()
     process.communicate(timeout=LIMIT)
     launcher.assert_nothing_left()
@@ -580,8 +607,15 @@ def test_what_is_shown(launcher):
     folder = Path(re.fullmatch("cdistrun: logs are in (.*)\n", kept.stderr)[1])
     assert (folder / "attempt_0" / "0" / "stdout.log").read_text() == "out 0\n"
     shutil.rmtree(folder)
-    template = launcher.run(PER_NODE, 2, "--role", "r", "--log-line-prefix-template",
-                            "${role_name}/${local_rank}/${rank}:", script)
+    template = launcher.run(
+        PER_NODE,
+        2,
+        "--role",
+        "r",
+        "--log-line-prefix-template",
+        "${role_name}/${local_rank}/${rank}:",
+        script,
+    )
     assert sorted(template.stdout.splitlines()) == ["r/0/0:out 0", "r/1/1:out 1"]
     assert launcher.run("--log-dir", "/dev/null", script).stdout == "out 0\n"
 
@@ -589,17 +623,18 @@ def test_what_is_shown(launcher):
 def test_a_prompt_is_shown_before_its_line_ends(launcher):
     script = launcher.script("sys.stdout.write('more? ')\nwait_for('answered')\nprint('yes')")
     process = launcher.start(script)
-    assert process.stdout.read(6) == "more? "       # hangs if it is held back
+    assert process.stdout.read(6) == "more? "  # hangs if it is held back
     (launcher.folder / "answered").touch()
     result = launcher.finish(process)
     assert result.stdout == "yes\n"
 
 
 def test_a_console_that_does_not_take_it_does_not_stop_the_end(launcher):
-    script = launcher.script("if rank == 1:\n    wait_for('up0')\n    sys.exit(3)\n"
-                             "touch('up0')\nwhile True: print('z' * 1000)")
+    script = launcher.script(
+        "if rank == 1:\n    wait_for('up0')\n    sys.exit(3)\ntouch('up0')\nwhile True: print('z' * 1000)"
+    )
     process = launcher.start(PER_NODE, 2, script)
-    assert process.wait(timeout=LIMIT) == 3         # nobody reads
+    assert process.wait(timeout=LIMIT) == 3  # nobody reads
 
 
 class Sink:
@@ -663,8 +698,10 @@ def test_two_nodes(launcher, dynamic):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("bad_rank", [0, 3])
 def test_the_code_of_the_first_failure_on_all_nodes(launcher, dynamic, bad_rank):  # K131
-    script = launcher.script(f"touch(f'up{{rank}}')\nfor r in range(4): wait_for(f'up{{r}}')\n"
-                             f"if rank == {bad_rank}: sys.exit(9)\ntime.sleep(600)")
+    script = launcher.script(
+        f"touch(f'up{{rank}}')\nfor r in range(4): wait_for(f'up{{r}}')\n"
+        f"if rank == {bad_rank}: sys.exit(9)\ntime.sleep(600)"
+    )
     results = [launcher.finish(p) for p in start_nodes(launcher, script, dynamic=dynamic)]
     assert [r.returncode for r in results] == [9, 9]
     assert sum(f"cdistrun: rank {bad_rank} (host" in r.stderr for r in results) == 1
@@ -693,8 +730,10 @@ def test_one_node_waits_for_the_other(launcher):
 
 
 def test_restart_on_all_nodes(launcher):
-    script = launcher.script("attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nprint(rank, attempt)\n"
-                             "if attempt == 0:\n    if rank == 2: sys.exit(3)\n    time.sleep(600)\n")
+    script = launcher.script(
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nprint(rank, attempt)\n"
+        "if attempt == 0:\n    if rank == 2: sys.exit(3)\n    time.sleep(600)\n"
+    )
     results = [launcher.finish(p) for p in start_nodes(launcher, script, env={"PET_MAX_RESTARTS": "1"})]
     assert [r.returncode for r in results] == [0, 0]
     lines = {line for r in results for line in r.stdout.splitlines()}
@@ -707,7 +746,7 @@ def test_a_launcher_that_dies_ends_the_others(launcher, killed):
     conf = {"PET_RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=2"}
     processes = start_nodes(launcher, script, env=conf)
     launcher.wait_for("up0", "up1", "up2", "up3")
-    time.sleep(1.0)         # the launchers know of each other
+    time.sleep(1.0)  # the launchers know of each other
     processes[killed].kill()
     processes[killed].communicate()
     other = launcher.finish(processes[1 - killed])
@@ -733,8 +772,17 @@ def test_ctrl_c_of_one_node_ends_all(launcher):
 
 
 def test_node_0_that_never_comes(launcher):
-    process = launcher.start("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.0.2.1:29400",
-                             "--rdzv-conf", "timeout=1", launcher.script("pass"))
+    process = launcher.start(
+        "--nnodes",
+        2,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "192.0.2.1:29400",
+        "--rdzv-conf",
+        "timeout=1",
+        launcher.script("pass"),
+    )
     result = launcher.finish(process)
     assert result.returncode == 1
     assert "no connection to node 0 at 192.0.2.1:29400" in result.stderr

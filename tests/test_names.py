@@ -62,18 +62,23 @@ def compare(theirs, ours, section):
 def test_torch_distributed():
     torch_distributed = pytest.importorskip("torch.distributed", reason="torch is not installed")
     c10d = pytest.importorskip("torch.distributed.distributed_c10d")
-    # Submodules that other tests imported are attributes by now: what a plain import gives is asked in a fresh process.
-    fresh = subprocess.run([sys.executable, "-c", "import torch.distributed as d; print(*dir(d))"], capture_output=True,
-                           text=True, check=True).stdout.split()
+    # Submodules that other tests imported are attributes by now: a fresh process is asked what a plain import
+    # gives.
+    code = "import torch.distributed as d; print(*dir(d))"
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     names = set(c10d.__all__) | {
-        name for name in public(torch_distributed) & set(fresh)
+        name
+        for name in public(torch_distributed) & set(fresh.stdout.split())
         if not from_elsewhere(getattr(torch_distributed, name)) and name not in ("logging", "log")
     }
     assert len(names) > 100
     compare(names - ABSENT, cdist, "torch.distributed")
 
 
-@pytest.mark.parametrize("name", ["Backend", "BackendConfig", "ProcessGroup", "Work", "ReduceOp", "P2POp", "Store", "TCPStore"])
+CLASSES = ["Backend", "BackendConfig", "ProcessGroup", "Work", "ReduceOp", "P2POp", "Store", "TCPStore"]
+
+
+@pytest.mark.parametrize("name", CLASSES)
 def test_methods(name):
     torch_distributed = pytest.importorskip("torch.distributed", reason="torch is not installed")
     theirs = {method for method in public(getattr(torch_distributed, name)) if not method.startswith("_")}
@@ -82,8 +87,11 @@ def test_methods(name):
 
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [("torch.nn.parallel", "cdist.nn.parallel"), ("torch.multiprocessing", "cdist.multiprocessing"),
-     ("torch.utils.data.distributed", "cdist.utils.data.distributed")],
+    [
+        ("torch.nn.parallel", "cdist.nn.parallel"),
+        ("torch.multiprocessing", "cdist.multiprocessing"),
+        ("torch.utils.data.distributed", "cdist.utils.data.distributed"),
+    ],
 )
 def test_module(theirs, ours):
     pytest.importorskip("torch", reason="torch is not installed")
@@ -91,7 +99,7 @@ def test_module(theirs, ours):
 
 
 def test_parameters_of_functions():
-    """Whatever torch's functions can be called with, ours can: the names in the same order, ours after them."""
+    """Whatever torch's functions can be called with, ours can: names in the same order, ours after them."""
     torch_distributed = pytest.importorskip("torch.distributed", reason="torch is not installed")
     compared, wrong = 0, {}
     for name in set(cdist.__all__) - ABSENT:
@@ -113,7 +121,8 @@ def test_every_name_can_be_had():
         try:
             getattr(cdist, name)
         except ModuleNotFoundError as error:  # parts over torch modules, where torch is absent
-            assert error.name == "torch"
+            if error.name != "torch":
+                raise
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         cdist.no_such_name  # noqa: B018
 
@@ -167,7 +176,8 @@ def low_level(rank, world):
 
 
 def test_low_level_names():
-    assert cdist.testing.run(low_level, 3) == [([3, 3], [4] * 3, 2 if rank < 2 else 1, True) for rank in range(3)]
+    outcomes = cdist.testing.run(low_level, 3)
+    assert outcomes == [([3, 3], [4] * 3, 2 if rank < 2 else 1, True) for rank in range(3)]
 
 
 def late(rank, world):
@@ -198,7 +208,10 @@ dist.destroy_process_group()
 
 
 def in_terminal(argv, environ, answer, limit=40):
-    """Run a command in a pseudo-terminal, type `answer(text)` when it gives one; return what was printed and the exit code."""
+    """Run a command in a pseudo-terminal and type `answer(text)` when it gives one.
+
+    Returns what was printed and the exit code.
+    """
     pid, master = pty.fork()
     if pid == 0:
         os.environ.update(environ)
@@ -226,7 +239,7 @@ def in_terminal(argv, environ, answer, limit=40):
 
 
 def test_breakpoint_waits_for_the_user(tmp_path):
-    """K134: the worker has no terminal of its own; three seconds in the debugger end no wait of one second."""
+    """K134: the worker has no terminal of its own; three seconds in the debugger end no one-second wait."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(body="dist.breakpoint(rank=1)"))
     seen = []
@@ -260,16 +273,17 @@ raise SystemExit"""
     server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     environ = {**ENVIRON, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    command = [sys.executable, str(program)]
     ranks = [
-        subprocess.Popen([sys.executable, str(program)], env={**environ, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(command, env={**environ, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     outcomes = [(process.communicate(timeout=30)[1], process.returncode) for process in ranks]
     assert [code for _, code in outcomes] == [0, 0]
     assert outcomes[1][0] == ""
     assert outcomes[0][0].splitlines() == [
-        "[rank0]: cdist: 1 asynchronous operation(s) were not complete when the program ended, and were aborted: call wait() on each "
-        "Work"
+        "[rank0]: cdist: 1 asynchronous operation(s) were not complete when the program ended, and were "
+        "aborted: call wait() on each Work"
     ]
 
 
@@ -279,7 +293,8 @@ def test_uncaught_exception_reaches_the_launcher_without_record(tmp_path):
     path = tmp_path / "error.json"
     environ = {**ENVIRON, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
                "TORCHELASTIC_ERROR_FILE": str(path)}  # fmt: skip
-    done = subprocess.run([sys.executable, str(program)], env=environ, capture_output=True, text=True, timeout=30)
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert "[rank0]: KeyError: 'no such layer'" in done.stderr
     when, text = read_error(path)

@@ -1,4 +1,4 @@
-"""The README's table of settings is the one that the code has, and the code reads no setting that is not in it."""
+"""The README's table of settings is the code's, and the code reads no setting that is not in it."""
 
 import re
 from pathlib import Path

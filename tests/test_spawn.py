@@ -44,6 +44,7 @@ def mark(monkeypatch):
     monkeypatch.setenv(*name.split("="))
     yield name
     from multiprocessing import forkserver, resource_tracker
+
     forkserver._forkserver._stop()
     resource_tracker._resource_tracker._stop()
     assert_gone(name)
@@ -108,8 +109,10 @@ def test_exit_code():
 
 
 def test_exceptions_survive_pickle_and_copy():  # K127
-    errors = [mp.ProcessRaisedException("text", 3, 99),
-              mp.ProcessExitedException("text", 1, 98, -9, "SIGKILL")]
+    errors = [
+        mp.ProcessRaisedException("text", 3, 99),
+        mp.ProcessExitedException("text", 1, 98, -9, "SIGKILL"),
+    ]
     for error in errors:
         for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
             assert type(other) is type(error)
@@ -208,8 +211,9 @@ def start_parent(tmp_path, method):
     script.write_text(PARENT)
     folder = tmp_path / "up"
     folder.mkdir()
-    parent = subprocess.Popen([sys.executable, script, folder, method], stderr=subprocess.PIPE, text=True,
-                              start_new_session=True)
+    parent = subprocess.Popen(
+        [sys.executable, script, folder, method], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     while len(list(folder.iterdir())) < 3:
         assert parent.poll() is None
         time.sleep(0.01)
@@ -246,7 +250,7 @@ def test_session_without_a_file(arguments):  # K128
     assert result.returncode == 1
     assert "RuntimeError" in result.stderr
     assert "session without a file" in result.stderr
-    assert "start_method=\"fork\"" in result.stderr
+    assert 'start_method="fork"' in result.stderr
     good = code.replace("spawn(f, nprocs=4)", "start_processes(f, nprocs=2, start_method='fork')")
     good = good.replace("import spawn", "import start_processes")
     assert run_python(["-"], input=good).returncode == 0
@@ -254,21 +258,25 @@ def test_session_without_a_file(arguments):  # K128
 
 def test_script_without_a_guard(tmp_path):  # K128
     script = tmp_path / "script.py"
-    script.write_text("from pathlib import Path\nfrom cdist.multiprocessing import spawn\ndef f(i): pass\n"
-                      "Path(__file__).with_name('runs').open('a').write('x')\nspawn(f, nprocs=2)\n")
+    script.write_text(
+        "from pathlib import Path\nfrom cdist.multiprocessing import spawn\ndef f(i): pass\n"
+        "Path(__file__).with_name('runs').open('a').write('x')\nspawn(f, nprocs=2)\n"
+    )
     result = run_python([script])
     assert result.returncode == 1
-    assert "if __name__ == \"__main__\"" in result.stderr.splitlines()[-1]
-    assert len((tmp_path / "runs").read_text()) <= 3      # the parent and its children, no storm
+    assert 'if __name__ == "__main__"' in result.stderr.splitlines()[-1]
+    assert len((tmp_path / "runs").read_text()) <= 3  # the parent and its children, no storm
 
 
 def test_import_is_quiet():
-    code = ("import os, signal, threading\n"
-            "def state():\n"
-            "    handlers = [signal.getsignal(s) for s in signal.Signals]\n"
-            "    return handlers, os.sched_getaffinity(0), dict(os.environ)\n"
-            "before = state()\n"
-            "import cdist.multiprocessing, cdist.launch.main, cdist.sampler\n"
-            "assert before == state() and threading.active_count() == 1\n")
-    result = run_python(["-c", code])       # K170
+    code = (
+        "import os, signal, threading\n"
+        "def state():\n"
+        "    handlers = [signal.getsignal(s) for s in signal.Signals]\n"
+        "    return handlers, os.sched_getaffinity(0), dict(os.environ)\n"
+        "before = state()\n"
+        "import cdist.multiprocessing, cdist.launch.main, cdist.sampler\n"
+        "assert before == state() and threading.active_count() == 1\n"
+    )
+    result = run_python(["-c", code])  # K170
     assert result.returncode == 0, result.stderr
