@@ -150,15 +150,10 @@ def _mismatch(rank, world, name):
     return texts
 
 
-# Between hosts a rank that only sends a short message does not hear from the others.
-SEEN_ONLY_IN_SHARED_MEMORY = {"root", "rooted operation"}
-
-
-@pytest.mark.parametrize(
-    ("name", "transport"),
-    [(n, t) for n in MISMATCHES for t in TRANSPORTS if t == "shm" or n not in SEEN_ONLY_IN_SHARED_MEMORY],
-)
+@pytest.mark.parametrize("name", MISMATCHES)
+@pairs
 def test_differing_calls_raise_on_all_ranks(name, transport):
+    """K01, K02, K29."""
     outcomes = run(_mismatch, 2, name, transport=transport, group_timeout=20)
     for texts in outcomes:
         assert len(texts) == 2

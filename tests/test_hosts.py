@@ -4,8 +4,10 @@ import os
 import subprocess
 import time
 
+import cdist
+import numpy as np
 import pytest
-from hosts import hosts, needs_hosts, python
+from hosts import hosts, needs_hosts, python, world
 
 pytestmark = needs_hosts
 
@@ -66,3 +68,14 @@ def test_a_failed_test_leaves_no_process_and_no_namespace():
     stubborn = children[0]
     assert stubborn.poll() is not None
     assert _networks() <= before
+
+
+def _sum(rank, size):
+    x = np.full(1000, rank + 1.0)
+    cdist.all_reduce(x)
+    return x[0], os.uname().nodename
+
+
+def test_a_world_over_two_hosts():
+    with hosts(2) as places:
+        assert world(places, _sum, per_host=2) == [(10.0, "host0")] * 2 + [(10.0, "host1")] * 2

@@ -2,11 +2,11 @@
  *
  *   path      kind        steps  payload bytes sent by a rank (B = bytes of a block, P = ranks, h = 80)
  *   net_move  all_gather  2      (P − 1)(h + B)
- *             gather      2      h + B, root 0
- *             scatter     2      (P − 1)(h + B) at the root, 0 elsewhere
+ *             gather      1 + a  h × log2 P + h + B, the root without the last two
+ *             scatter     1 + a  h × log2 P + (P − 1)(h + B) at the root, h × log2 P elsewhere
  *             all_to_all  2      (P − 1)h + the sum of the blocks for others
  *
- * Blocks of up to CD_NET_CARRY bytes ride in the hello (one step); larger ones follow in pieces, WINDOW of them under way for
+ * a: log2 P steps of agreement, at the same time as the first. Blocks of up to CD_NET_CARRY bytes ride in the hello (one step); larger ones follow in pieces, WINDOW of them under way for
  * each pair. The hello names the bytes of the block, so that uneven blocks which differ between the two ends are found out. */
 #include "coll/net_run.h"
 #include "simd/strided.h"
@@ -21,7 +21,7 @@ typedef struct {
     cd_net_run *run;
     int world, me;
     const cd_op *op;
-    bool gives, takes;          /* does this rank give to (take from) anybody but itself? */
+    int step;                   /* of the hellos with blocks: between the root and the others they are beside the agreement */
     size_t piece_bytes;
 } mover;
 
@@ -65,12 +65,12 @@ enum { SEND = 0, RECV = 1 };
 
 static int slot_of(const mover *m, size_t index, int way, int peer)
 {
-    return 2 * m->world + ((int)(index % WINDOW) * 2 + way) * m->world + peer;
+    return m->run->first_slot + ((int)(index % WINDOW) * 2 + way) * m->world + peer;
 }
 
 static char *work_of(const mover *m, int slot)
 {
-    return m->run->work + (size_t)(slot - 2 * m->world) * m->piece_bytes;
+    return m->run->work + (size_t)(slot - m->run->first_slot) * m->piece_bytes;
 }
 
 static void post_sends(const mover *m, size_t index)
@@ -140,13 +140,15 @@ static void copy_own(const mover *m)
 static cd_status take_hellos(const mover *m)
 {
     const cd_net_hello *hello;
-    CD_TRY(cd_net_wait(m->run, 0, 2 * m->world));
+    if (m->step == CD_NET_BLOCK)
+        CD_TRY(cd_net_agree(m->run, NULL));
+    CD_TRY(cd_net_wait(m->run, 0, m->run->first_slot));
     for (int peer = 0; peer < m->world; peer++) {
         const cd_shm_piece take = take_of(m, peer);
         int rank = m->run->team->world_ranks[peer];
         if (peer == m->me || !take.span)
             continue;
-        CD_TRY(cd_net_check(m->run, peer, &hello));
+        CD_TRY(cd_net_check(m->run, m->step, peer, &hello));
         if (hello->block_bytes != take.bytes)
             return cd_fail_rank(CD_MISMATCH, rank, "%s, sequence %llu: rank %d sends %llu bytes to rank %d, which expects %zu",
                                 cd_kind_name(m->op->kind), (unsigned long long)m->op->sequence, rank,
@@ -156,7 +158,7 @@ static cd_status take_hellos(const mover *m)
         const cd_shm_piece take = take_of(m, peer);
         if (peer == m->me || !take.span || take.bytes > CD_NET_CARRY)
             continue;
-        CD_TRY(cd_net_check(m->run, peer, &hello));
+        CD_TRY(cd_net_check(m->run, m->step, peer, &hello));
         cd_piece_write(&take, 0, take.bytes, cd_net_carried(hello));
     }
     return CD_OK;
@@ -170,9 +172,13 @@ static cd_status move(const mover *m)
         int from = (m->me - i + m->world) % m->world, to = (m->me + i) % m->world;
         const cd_shm_piece take = take_of(m, from), give = give_of(m, to);
         if (take.span)
-            cd_net_await_greeting(m->run, from);
-        if (give.span)
-            cd_net_greet(m->run, to, shares_hello ? m->me : to, !shares_hello || i == 1, &give);
+            cd_net_await_greeting(m->run, m->step, from);
+        if (give.span) {
+            int memory = shares_hello ? m->me : to;
+            if (!shares_hello || i == 1)
+                cd_net_fill(m->run, m->step, memory, &give);
+            cd_net_greet(m->run, m->step, to, memory);
+        }
         size_t bytes = take.bytes > give.bytes ? take.bytes : give.bytes;
         most = bytes > most ? bytes : most;
     }
@@ -197,6 +203,7 @@ cd_status cd_net_move_run(cd_team *team, const cd_op *op, const cd_patience *pat
 {
     cd_net_run run;
     mover m = {.run = &run, .world = team->world, .me = team->rank, .op = op};
+    m.step = op->kind == CD_GATHER || op->kind == CD_SCATTER ? CD_NET_BLOCK : CD_NET_HELLO;
     size_t bytes = (size_t)(CD_NET_MEMORY / (2 * WINDOW * (uint64_t)team->world));
     m.piece_bytes = bytes < PIECE_LEAST ? PIECE_LEAST : bytes < PIECE_MOST ? bytes : PIECE_MOST;
     int slots = 2 * WINDOW * team->world;

@@ -2,7 +2,7 @@
  *
  *   path       kind            steps  payload bytes sent by a rank (N = bytes of the vector, P = ranks, h = 80)
  *   net_small  all_reduce      1      (P − 1)(h + N)
- *              reduce          1      h + N, root 0
+ *              reduce          1 + a  h × log2 P + h + N, the root without the last two; a: log2 P, at the same time
  *              reduce_scatter  1      (P − 1)h + N(P − 1)/P
  *   net_slice  all_reduce      3      (P − 1)h + 2N(P − 1)/P
  *              reduce          3      (P − 1)h + N(P − 1)/P + N/P, root without the last
@@ -28,6 +28,7 @@ typedef struct {
     cd_net_run *run;
     int world, me;
     bool scatters, takes, to_root;
+    int step; /* of the hellos with data: those to a root alone are beside the agreement */
     cd_shm_piece own;
 } small;
 
@@ -44,13 +45,16 @@ static cd_shm_piece small_give(const small *s, int peer)
 static void small_post(small *s)
 {
     for (int i = 1; s->takes && i < s->world; i++)
-        cd_net_await_greeting(s->run, (s->me + i) % s->world);
+        cd_net_await_greeting(s->run, s->step, (s->me + i) % s->world);
     for (int i = 1; i < s->world; i++) {
         int peer = (s->me + i) % s->world;
         if (s->to_root && peer != s->run->op->root)
             continue;
         cd_shm_piece give = small_give(s, peer);
-        cd_net_greet(s->run, peer, s->scatters ? peer : s->me, s->scatters || s->to_root || i == 1, &give);
+        int memory = s->scatters ? peer : s->me;
+        if (s->scatters || s->to_root || i == 1)
+            cd_net_fill(s->run, s->step, memory, &give);
+        cd_net_greet(s->run, s->step, peer, memory);
     }
 }
 
@@ -59,11 +63,13 @@ static cd_status small_collect(const small *s, const void **inputs)
 {
     const cd_team *team = s->run->team;
     const cd_net_hello *hello;
-    CD_TRY(cd_net_wait(s->run, 0, 2 * s->world));
+    if (s->to_root)
+        CD_TRY(cd_net_agree(s->run, NULL));
+    CD_TRY(cd_net_wait(s->run, 0, s->run->first_slot));
     for (int peer = 0; s->takes && peer < s->world; peer++) {
         if (peer == s->me)
             continue;
-        CD_TRY(cd_net_check(s->run, peer, &hello));
+        CD_TRY(cd_net_check(s->run, s->step, peer, &hello));
         if (hello->carried != s->own.bytes)
             return cd_fail_rank(CD_MISMATCH, team->world_ranks[peer], "%s: rank %d gives %u bytes where %zu are expected",
                                 cd_kind_name(s->run->op->kind), team->world_ranks[peer], hello->carried, s->own.bytes);
@@ -100,6 +106,7 @@ cd_status cd_net_small_run(cd_team *team, const cd_op *op, const cd_patience *pa
     small s = {.run = &run, .world = team->world, .me = team->rank};
     s.scatters = op->kind == CD_REDUCE_SCATTER;
     s.to_root = op->kind == CD_REDUCE;
+    s.step = s.to_root ? CD_NET_BLOCK : CD_NET_HELLO;
     s.takes = !s.to_root || team->rank == op->root;
     for (int peer = 0; peer < team->world; peer++) {
         if (small_give(&s, peer).bytes > CD_NET_CARRY)
@@ -147,13 +154,13 @@ static size_t chunk_of(const slices *s, const cd_shm_piece *piece, size_t chunk)
 
 static int slot_of(const slices *s, size_t chunk, int stream, int peer)
 {
-    return 2 * s->world + ((int)(chunk % WINDOW) * STREAMS + stream) * s->world + peer;
+    return s->run->first_slot + ((int)(chunk % WINDOW) * STREAMS + stream) * s->world + peer;
 }
 
 /* Work memory of a slot; RESULT_OUT of `me` is the own result, IN of `me` the own packed input. */
 static char *work_of(const slices *s, size_t chunk, int stream, int peer)
 {
-    return s->run->work + (size_t)(slot_of(s, chunk, stream, peer) - 2 * s->world) * s->chunk_bytes;
+    return s->run->work + (size_t)(slot_of(s, chunk, stream, peer) - s->run->first_slot) * s->chunk_bytes;
 }
 
 static cd_shm_piece out_of(const slices *s, int owner)

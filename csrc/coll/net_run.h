@@ -2,7 +2,13 @@
  *
  * Vocabulary. A *hello* is the first message that a rank sends to another in an operation: signature, description, and up to
  * CD_NET_CARRY bytes of data. It is checked before anything is written to the user's memory. A *slot* holds one transfer under
- * way. A *piece* is a part of a block that is one message. */
+ * way. A *piece* is a part of a block that is one message.
+ *
+ * Agreement. No rank completes an operation before it depends on the checked hello of every other one, so that ranks that
+ * call different things all fail in that very call. Operations in which every pair talks have that from their hellos; the
+ * others (broadcast, gather, scatter, the small reduce, barrier) send hellos as a dissemination barrier does. Some rank always
+ * finds the difference: whatever it calls, a rank says hello to the next one at once and listens to the one before it, and
+ * going round, a rank that differs stands behind one that does not. */
 #ifndef CD_COLL_NET_RUN_H
 #define CD_COLL_NET_RUN_H
 
@@ -14,6 +20,9 @@
 /* What one rank holds for pieces of an operation. */
 #define CD_NET_MEMORY (UINT64_C(8) << 20)
 
+/* In place of a signature, which is never 0: the sender has found that ranks call different things; its cd_error follows. */
+#define CD_NET_DISPUTE 0u
+
 typedef struct {
     uint32_t signature;
     uint32_t carried;     /* bytes of data behind this struct */
@@ -23,7 +32,8 @@ typedef struct {
 _Static_assert(sizeof(cd_net_hello) == 80 && sizeof(cd_net_hello) + CD_NET_CARRY <= CD_MESH_EAGER, "one eager message");
 
 /* Steps of an operation, the low bits of the tag. */
-enum { CD_NET_HELLO = 0, CD_NET_DATA = 1, CD_NET_RESULT = 2, CD_NET_STEPS = 4 };
+/* CD_NET_BLOCK: hellos with a block, straight between the root and the others, beside those of the agreement. */
+enum { CD_NET_HELLO = 0, CD_NET_DATA = 1, CD_NET_RESULT = 2, CD_NET_BLOCK = 3, CD_NET_STEPS = 4 };
 
 typedef struct {
     cd_team *team;
@@ -37,10 +47,12 @@ typedef struct {
     cd_xfer **waiting;
     int *ranks;                /* peer in each slot, by group rank; −1: the slot is free */
     int slot_count, waiting_count;
-    bool *greeted;             /* ranks that have a hello of this operation from us */
+    int first_slot;            /* of the algorithm: those before it are for hellos */
+    bool *greeted;             /* ranks that have a CD_NET_HELLO of this operation from us */
 } cd_net_run;
 
-/* Slots [0, world) are sends of hellos, [world, 2 × world) their receives, by rank; the algorithm's begin at 2 × world. */
+/* Slots [0, world) are sends of CD_NET_HELLO, [world, 2 × world) their receives, by rank; REDUCE, GATHER and SCATTER have as
+ * many for CD_NET_BLOCK behind them; the algorithm's begin at first_slot. */
 cd_status cd_net_begin(cd_net_run *run, cd_team *team, const cd_op *op, const cd_patience *patience, int own_slots,
                        size_t work_bytes);
 /* Cancels what is still under way, tells the others about a mismatch, frees. Returns `status`, its error being the thread's. */
@@ -52,14 +64,19 @@ void cd_net_recv(cd_net_run *run, int slot, int rank, int step, void *data, size
 /* Waits for the taken slots among [first, first + count) and frees them. */
 cd_status cd_net_wait(cd_net_run *run, int first, int count);
 
-/* Sends a hello with `carried` bytes of the block, which has `block_bytes`. `index` (a rank) chooses the memory for it: the
- * same may go to several ranks when `refill` is false for all but the first. */
-void cd_net_greet(cd_net_run *run, int rank, int index, bool refill, const cd_shm_piece *block);
-void cd_net_await_greeting(cd_net_run *run, int rank);
+/* `step` is CD_NET_HELLO or CD_NET_BLOCK in the following. */
+/* Writes a hello with the block if it has up to CD_NET_CARRY bytes (NULL: none); it may be sent to several ranks. `index` (a
+ * rank) chooses the memory for it. */
+void cd_net_fill(cd_net_run *run, int step, int index, const cd_shm_piece *block);
+void cd_net_greet(cd_net_run *run, int step, int rank, int index);
+void cd_net_await_greeting(cd_net_run *run, int step, int rank);
 /* After the wait for that slot: the other rank's hello, if it is of the same operation. */
-cd_status cd_net_check(cd_net_run *run, int rank, const cd_net_hello **hello_p);
+cd_status cd_net_check(cd_net_run *run, int step, int rank, const cd_net_hello **hello_p);
 /* To all, from all, without data: for algorithms that begin with everybody. */
 cd_status cd_net_meet(cd_net_run *run);
+/* Returns CD_OK when all ranks are known to call the same, after log2(world) steps; the sends may still be under way. With
+ * `data` of up to CD_NET_CARRY bytes it is a broadcast as well: the root's reach the others', which are written last. */
+cd_status cd_net_agree(cd_net_run *run, const cd_shm_piece *data);
 
 static inline const char *cd_net_carried(const cd_net_hello *hello)
 {

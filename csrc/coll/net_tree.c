@@ -1,12 +1,12 @@
 /* BROADCAST and BARRIER over messages.
  *
  *   path         steps                       payload bytes sent by a rank (N = bytes of the vector, P = ranks, h = 80)
- *   net_tree     log2 P (binomial)           children × (h + N); all ranks together (P − 1)(h + N)
- *   net_chain    P − 1 + chunks − 1          h + N, the last rank 0
+ *   net_tree     log2 P                      h × log2 P + children × N; all ranks together Ph × log2 P + (P − 1)N
+ *   net_chain    log2 P + P − 1 + chunks − 1 h × log2 P + N, the last rank without N
  *   net_barrier  log2 P (dissemination)      h × log2 P, rounded up
  *
- * Up to CD_NET_CARRY bytes ride in the hello; more follows in chunks, WINDOW of them under way: a rank passes a chunk on while
- * it receives the next ones. */
+ * All begin with the hellos of a dissemination barrier. Up to CD_NET_CARRY bytes ride in them; more follows in chunks along a
+ * binomial tree or a chain, WINDOW of them under way: a rank passes a chunk on while it receives the next ones. */
 #include "coll/net_run.h"
 
 #include <string.h>
@@ -48,7 +48,7 @@ static void find_chain(tree *t, int world, int me, int root)
 
 static int slot_of(const tree *t, size_t chunk, int child)
 {
-    return 2 * t->run->team->world + (int)(chunk % WINDOW) * (CHILDREN + 1) + 1 + child;
+    return t->run->first_slot + (int)(chunk % WINDOW) * (CHILDREN + 1) + 1 + child;
 }
 
 static char *chunk_at(const tree *t, size_t chunk)
@@ -84,34 +84,10 @@ static cd_status pass_on(const tree *t, size_t chunk)
     return CD_OK;
 }
 
-static cd_status pass_hello(const tree *t)
-{
-    cd_net_run *run = t->run;
-    int me = run->team->rank;
-    const cd_net_hello *hello = NULL;
-    if (t->parent >= 0) {
-        cd_net_await_greeting(run, t->parent);
-        CD_TRY(cd_net_wait(run, run->team->world + t->parent, 1));
-        CD_TRY(cd_net_check(run, t->parent, &hello));
-        if (hello->block_bytes != t->data.bytes)
-            return cd_fail_rank(CD_MISMATCH, run->team->world_ranks[t->parent],
-                                "broadcast, sequence %llu: rank %d sends %llu bytes, "
-                                "rank %d expects %zu",
-                                (unsigned long long)run->op->sequence, run->team->world_ranks[t->parent],
-                                (unsigned long long)hello->block_bytes, run->team->world_ranks[me],
-                                t->data.bytes);
-        if (hello->carried)
-            cd_piece_write(&t->data, 0, hello->carried, cd_net_carried(hello));
-    }
-    for (int i = 0; i < t->child_count; i++)
-        cd_net_greet(run, t->children[i], me, i == 0, &t->data);
-    return CD_OK;
-}
-
 static cd_status pass_all(const tree *t)
 {
     size_t chunks = t->data.bytes > CD_NET_CARRY ? (t->data.bytes + CHUNK_BYTES - 1) / CHUNK_BYTES : 0;
-    CD_TRY(pass_hello(t));
+    CD_TRY(cd_net_agree(t->run, &t->data));
     for (size_t c = 0; c < WINDOW && c < chunks; c++)
         expect(t, c);
     for (size_t c = 0; c < chunks; c++) {
@@ -150,16 +126,8 @@ cd_status cd_net_chain_run(cd_team *team, const cd_op *op, const cd_patience *pa
 
 static cd_status meet_all(cd_net_run *run)
 {
-    int world = run->team->world, me = run->team->rank;
-    const cd_net_hello *ignored;
-    for (int step = 1; step < world; step <<= 1) {
-        int to = (me + step) % world, from = (me - step + world) % world;
-        cd_net_await_greeting(run, from);
-        cd_net_greet(run, to, me, step == 1, NULL);
-        CD_TRY(cd_net_wait(run, world + from, 1));
-        CD_TRY(cd_net_check(run, from, &ignored));
-    }
-    return cd_net_wait(run, 0, world);
+    CD_TRY(cd_net_agree(run, NULL));
+    return cd_net_wait(run, 0, run->team->world);
 }
 
 cd_status cd_net_barrier_run(cd_team *team, const cd_op *op, const cd_patience *patience)

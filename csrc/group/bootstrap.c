@@ -194,6 +194,11 @@ static cd_status check_claim(meeting *m)
                         m->me.host_name, other.process, other.process ? other.host_name : "another host");
 }
 
+static bool is_loopback(const char *address)
+{
+    return strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
+}
+
 static cd_status name_missing(meeting *m)
 {
     cd_world *w = m->world;
@@ -208,8 +213,9 @@ static cd_status name_missing(meeting *m)
             used += (size_t)snprintf(list + used, sizeof list - used, "%s%d", missing > 1 ? ", " : "", r);
     }
     return cd_fail_rank(CD_TIMED_OUT, first,
-                        "%d of %d ranks did not come in time: missing ranks [%s%s]; rank 0 waited for them on %s port %u",
-                        missing, w->world, list, missing > 16 ? ", …" : "", m->me.address, m->me.port);
+                        "%d of %d ranks did not come in time: missing ranks [%s%s]; rank 0 waited for them on %s port %u%s",
+                        missing, w->world, list, missing > 16 ? ", …" : "", m->me.address, m->me.port,
+                        is_loopback(m->me.address) ? ", where no other host reaches it (CDIST_SOCKET_IFNAME names another)" : "");
 }
 
 static cd_status gather_members(meeting *m, cd_greeter *greeter)
@@ -539,7 +545,10 @@ static cd_status meet(meeting *m)
         CD_TRY(join_rank_0(m));
         return cd_greeter_open(w->data_listener, secret_of(w), &w->greeter);
     }
-    CD_TRY(open_listener(m, m->config->master_host ? m->config->master_host : "127.0.0.1", 1));
+    char address[sizeof m->me.address];
+    if (!cd_store_local_address(m->store, address, sizeof address))
+        snprintf(address, sizeof address, "127.0.0.1");
+    CD_TRY(open_listener(m, address, 1));
     CD_TRY(cd_greeter_open(w->data_listener, secret_of(w), &w->greeter));
     w->members[0] = m->me;
     CD_TRY(m->store->ops->set(m->store, cd_bytes_of(m->key), (cd_bytes){&m->me, sizeof m->me}, m->patience));

@@ -19,8 +19,8 @@ typedef struct {
     const char *prefix;       /* of this world's keys in the store ("default_pg/0") */
     uint64_t timeout_ns;      /* default deadline of operations */
     const uint8_t *secret;    /* job secret of 32 bytes, or NULL: none */
-    const char *master_host;  /* host of the store: the route to it tells rank 0 its own address; NULL: loopback */
-    const char *bind_address; /* address for data connections instead, or NULL */
+    const char *bind_address; /* of data connections, or NULL: that by which the store (rank 0) and rank 0 (others) are reached,
+                                 loopback for rank 0 where the store has no server */
     bool force_tcp;           /* tests: no shared memory even on one host */
 } cd_world_config;
 

@@ -3,6 +3,7 @@
 #include "group/work_impl.h"
 #include "simd/strided.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -46,12 +47,39 @@ static void post(cd_group *g, const cd_op *op, cd_xfer *xfer, void *packed, bool
         cd_mesh_recv(g->world->mesh, xfer, peer, match_of(g, op), element_signature(op), data, bytes, false, is_async);
 }
 
+static const char *elements_text(uint32_t signature, size_t bytes, char *out, size_t room)
+{
+    uint32_t item = (signature - 1) >> 8;
+    if (signature && item)
+        snprintf(out, room, "%zu elements of %s (%zu bytes)", bytes / item, cd_dtype_name((cd_dtype)((signature - 1) & 0xFF)),
+                 bytes);
+    else
+        snprintf(out, room, "%zu bytes", bytes);
+    return out;
+}
+
+/* What each side posted, in the same words on both. */
+static cd_status describe_mismatch(const cd_group *g, const cd_op *op, const cd_xfer *xfer)
+{
+    const cd_span *span = span_of(op);
+    char mine[80], theirs[80];
+    int me = g->world->rank, other = cd_last_error()->rank;
+    elements_text(element_signature(op), span->count * span->item_bytes, mine, sizeof mine);
+    elements_text(xfer->their_signature, xfer->their_bytes, theirs, sizeof theirs);
+    bool sends = op->kind == CD_SEND;
+    return cd_fail_rank(CD_MISMATCH, other, "ranks disagree about a message with tag %lld: rank %d sends %s, rank %d receives %s",
+                        (long long)op->tag, sends ? me : other, sends ? mine : theirs, sends ? other : me,
+                        sends ? theirs : mine);
+}
+
 /* A transfer that failed or timed out does not end the group: the order of collectives is untouched. */
-static cd_status soften(cd_group *g, const cd_op *op, cd_status status, const cd_watch *watch)
+static cd_status soften(cd_group *g, const cd_op *op, cd_status status, const cd_xfer *xfer, const cd_watch *watch)
 {
     if (status == CD_OK || status == CD_INTERRUPTED)
         return status;
     int peer = cd_last_error()->rank;
+    if (status == CD_MISMATCH)
+        status = describe_mismatch(g, op, xfer);
     if (status == CD_PEER_LOST || status == CD_ABORTED) {
         if (peer < 0 && op->peer >= 0)
             cd_fail_rank(status, g->world_ranks[op->peer], "%s", cd_last_error()->text);
@@ -99,7 +127,7 @@ cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
             cd_error why = *cd_last_error();
             cd_mesh_cancel(g->world->mesh, &xfer);
             cd_fail_with(&why);
-            status = soften(g, op, status, &watch);
+            status = soften(g, op, status, &xfer, &watch);
         }
     }
     if (status == CD_OK && op->kind == CD_RECV) {
@@ -160,7 +188,7 @@ bool cd_p2p_finish(cd_work *work)
         return atomic_load_explicit(&work->done, memory_order_acquire) != 0;
     cd_status status = CD_OK;
     if (work->xfer.error)
-        status = soften(work->group, &work->op, cd_fail_with(work->xfer.error), NULL);
+        status = soften(work->group, &work->op, cd_fail_with(work->xfer.error), &work->xfer, NULL);
     else if (work->op.kind == CD_RECV && work->packed)
         cd_span_write(span_of(&work->op), 0, span_of(&work->op)->count, work->packed);
     cd_work_complete(work, status);

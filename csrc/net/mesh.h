@@ -45,6 +45,8 @@ typedef struct cd_xfer {
     size_t moved;
     uint64_t stamp;        /* order of posting, so that the oldest of the receives that fit gets a message */
     uint32_t state, ticket, their_ticket;
+    uint32_t their_signature; /* after CD_MISMATCH: what the other side posted */
+    size_t their_bytes;
     int source;            /* receive: the world rank that sent */
     cd_error *error;       /* NULL = fine; owned by the transfer: free with cd_xfer_clear */
 } cd_xfer;

@@ -123,8 +123,9 @@ cd_kept *cd_mesh_keep(cd_mesh *mesh, int peer, cd_match match, uint32_t signatur
 void cd_mesh_drop_kept(cd_mesh *mesh, int peer, cd_kept *kept);
 /* Gives a kept message to a receive that fits. */
 void cd_mesh_accept(cd_mesh *mesh, int source, cd_kept *kept, cd_xfer *xfer);
-/* Size and signature against what was posted; on disagreement the receive is completed with the error, and false. */
-bool cd_mesh_admits(cd_mesh *mesh, int source, cd_xfer *xfer, size_t bytes, uint32_t signature);
+/* Size and signature against what was posted; on disagreement the receive is completed with the error, and false. `ticket`: of
+ * a message that was only announced, whose sender is told; −1: its body comes anyway. */
+bool cd_mesh_admits(cd_mesh *mesh, int source, cd_xfer *xfer, size_t bytes, uint32_t signature, int64_t ticket);
 /* Tells the sender that the receive stands ready. */
 void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, size_t bytes, cd_xfer *xfer);
 bool cd_mesh_is_forgotten(const cd_mesh *mesh, uint64_t context);
@@ -134,6 +135,8 @@ void cd_mesh_deafen(cd_mesh *mesh, int peer, const cd_error *why);
 
 /* mesh_move.c */
 void cd_mesh_control(cd_mesh *mesh, int peer, cd_frame_kind kind, uint32_t ticket, uint64_t offset);
+/* REFUSE for CD_MISMATCH, which tells what the receive `xfer` would have taken. */
+void cd_mesh_refuse(cd_mesh *mesh, int peer, uint32_t ticket, const cd_xfer *xfer);
 bool cd_mesh_has_output(const cd_mesh_peer *peer);
 /* Has any peer control frames or the rest of a cancelled send to go out? */
 bool cd_mesh_has_rest(const cd_mesh *mesh);

@@ -22,8 +22,8 @@ typedef enum {
                         of the receiver */
     CD_FRAME_BODY,   /* a segment: `ticket` of the receiver, `offset` in the message */
     CD_FRAME_DROP,   /* the sender cancelled what it had announced under `ticket` */
-    CD_FRAME_REFUSE, /* the receiver will not take the message; `ticket` of the sender, `offset` = cd_status
-                      */
+    CD_FRAME_REFUSE, /* the receiver will not take the message; `ticket` of the sender, `offset` = cd_status;
+                        CD_MISMATCH: `bytes` and `signature` of the receive */
     CD_FRAME_SLOW,   /* announce everything from now on */
     CD_FRAME_FAST,   /* send small messages eagerly again */
     CD_FRAME_KINDS
@@ -38,7 +38,7 @@ typedef struct {
         int64_t tag;     /* EAGER, ASK */
         uint64_t offset; /* READY, BODY, REFUSE */
     };
-    uint64_t bytes;      /* EAGER, ASK: of the message; BODY: of the segment */
+    uint64_t bytes;      /* EAGER, ASK: of the message; BODY: of the segment; REFUSE: of the receive */
     uint32_t signature;
     uint32_t ticket;
     char inline_body[CD_FRAME_INLINE]; /* of an EAGER message that fits here: nothing follows the header then */
@@ -67,6 +67,7 @@ static inline bool cd_frame_is_legal(const cd_frame *frame)
         return false;
     switch ((cd_frame_kind)frame->kind) {
     case CD_FRAME_EAGER: return frame->bytes <= CD_MESH_EAGER;
+    case CD_FRAME_REFUSE:
     case CD_FRAME_ASK: return frame->bytes <= CD_FRAME_LARGEST;
     case CD_FRAME_BODY: return frame->bytes <= CD_FRAME_SEGMENT;
     default: return frame->bytes == 0;

@@ -177,17 +177,21 @@ void cd_mesh_drop_kept(cd_mesh *mesh, int peer, cd_kept *kept)
     }
 }
 
-bool cd_mesh_admits(cd_mesh *mesh, int source, cd_xfer *x, size_t bytes, uint32_t signature)
+bool cd_mesh_admits(cd_mesh *mesh, int source, cd_xfer *x, size_t bytes, uint32_t signature, int64_t ticket)
 {
     bool differs = signature && x->signature && signature != x->signature;
     if (cd_likely(!differs && (bytes == x->bytes || (bytes < x->bytes && x->may_be_shorter))))
         return true;
+    x->their_signature = signature;
+    x->their_bytes = bytes;
     if (differs && bytes == x->bytes)
         cd_fail_rank(CD_MISMATCH, source, "message from rank %d with tag %lld has another dtype or shape than its receive",
                      source, (long long)x->match.tag);
     else
         cd_fail_rank(CD_MISMATCH, source, "message from rank %d with tag %lld has %zu bytes, its receive has %s%zu", source,
                      (long long)x->match.tag, bytes, x->may_be_shorter ? "at most " : "", x->bytes);
+    if (ticket >= 0)
+        cd_mesh_refuse(mesh, source, (uint32_t)ticket, x);
     x->source = source;
     cd_mesh_complete(mesh, x, cd_last_error());
     return false;
@@ -208,7 +212,9 @@ void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, size_t byt
 static void accept_own(cd_mesh *mesh, cd_kept *kept, cd_xfer *x)
 {
     cd_xfer *send = kept->self;
-    if (cd_mesh_admits(mesh, mesh->rank, x, kept->bytes, kept->signature)) {
+    send->their_signature = x->signature;
+    send->their_bytes = x->bytes;
+    if (cd_mesh_admits(mesh, mesh->rank, x, kept->bytes, kept->signature, -1)) {
         if (kept->bytes)
             memcpy(x->data, send->data, kept->bytes);
         x->source = mesh->rank;
@@ -227,9 +233,7 @@ void cd_mesh_accept(cd_mesh *mesh, int source, cd_kept *kept, cd_xfer *x)
         accept_own(mesh, kept, x);
         return;
     }
-    if (!cd_mesh_admits(mesh, source, x, kept->bytes, kept->signature)) {
-        if (kept->is_announced)
-            cd_mesh_control(mesh, source, CD_FRAME_REFUSE, kept->ticket, CD_MISMATCH);
+    if (!cd_mesh_admits(mesh, source, x, kept->bytes, kept->signature, kept->is_announced ? (int64_t)kept->ticket : -1)) {
         cd_mesh_drop_kept(mesh, source, kept);
         return;
     }

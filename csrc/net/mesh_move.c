@@ -37,6 +37,18 @@ void cd_mesh_control(cd_mesh *mesh, int peer, cd_frame_kind kind, uint32_t ticke
     mesh->news = true; /* a sleeper must wait for room in the pipe, too */
 }
 
+void cd_mesh_refuse(cd_mesh *mesh, int peer, uint32_t ticket, const cd_xfer *xfer)
+{
+    cd_mesh_peer *p = &mesh->peers[peer];
+    size_t before = p->control.count;
+    cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, ticket, CD_MISMATCH);
+    if (p->control.count == before)
+        return; /* it cannot be told any more */
+    cd_frame *frame = &p->control.list[p->control.first + before];
+    frame->bytes = xfer->bytes;
+    frame->signature = xfer->signature;
+}
+
 bool cd_mesh_has_output(const cd_mesh_peer *p)
 {
     return p->out.active || p->control.count || p->first.first || p->bodies.first;
@@ -209,7 +221,7 @@ static cd_status take_eager(cd_mesh *mesh, int peer, const cd_frame *f)
     size_t bytes = (size_t)f->bytes;
     cd_xfer *x = cd_mesh_take_posted(mesh, peer, match);
     if (x) {
-        if (cd_mesh_admits(mesh, peer, x, bytes, f->signature)) {
+        if (cd_mesh_admits(mesh, peer, x, bytes, f->signature, -1)) {
             x->source = peer;
             x->bytes = bytes;
             x->state = CD_XFER_DIRECT;
@@ -233,10 +245,8 @@ static cd_status take_ask(cd_mesh *mesh, int peer, const cd_frame *f)
     cd_match match = {f->context, f->tag};
     cd_xfer *x = cd_mesh_take_posted(mesh, peer, match);
     if (x) {
-        if (cd_mesh_admits(mesh, peer, x, (size_t)f->bytes, f->signature))
+        if (cd_mesh_admits(mesh, peer, x, (size_t)f->bytes, f->signature, f->ticket))
             cd_mesh_invite(mesh, peer, f->ticket, (size_t)f->bytes, x);
-        else
-            cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, f->ticket, CD_MISMATCH);
     } else if (cd_mesh_is_forgotten(mesh, match.context)) {
         cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, f->ticket, CD_ABORTED);
     } else {
@@ -305,6 +315,8 @@ static void take_refusal(cd_mesh *mesh, int peer, const cd_frame *f)
     if (!x || !cd_mesh_detach_output(mesh, peer, x))
         return;
     cd_xfers_remove(list, x);
+    x->their_signature = f->signature;
+    x->their_bytes = (size_t)f->bytes;
     if (f->offset == CD_MISMATCH)
         cd_fail_rank(CD_MISMATCH, peer, "rank %d posted a receive of another size, dtype or shape than the message of %zu bytes "
                      "with tag %lld", peer, x->bytes, (long long)x->match.tag);

@@ -256,8 +256,7 @@ static PyObject *tcp_local_address(PyObject *self, void *unused)
     cd_store *store = cd_py_store_of(self);
     if (!store)
         return NULL;
-    cd_tcp_store_local_address(store, text, sizeof text);
-    return PyUnicode_FromString(text);
+    return PyUnicode_FromString(cd_store_local_address(store, text, sizeof text) ? text : "");
 }
 
 static PyMethodDef tcp_methods[] = {
@@ -269,7 +268,7 @@ static PyGetSetDef tcp_getset[] = {
     {"host", tcp_host, NULL, "Host name as given.", NULL},
     {"port", tcp_port, NULL, "Port of the server; the one found free if 0 was given.", NULL},
     {"libuvBackend", tcp_libuv, NULL, "use_libuv as given; the server is the same either way.", NULL},
-    {"local_address", tcp_local_address, NULL, "Numeric address of this end of the connection.", NULL},
+    {"local_address", tcp_local_address, NULL, "Numeric address of this end of the connection, '' when it is closed.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

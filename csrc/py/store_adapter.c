@@ -1,7 +1,10 @@
 /* A Python object as a cd_store: each function takes the GIL and calls the method of that name. */
 #include "py/store.h"
 
+#include "net/addr.h"
+
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct {
     cd_store base;
@@ -247,6 +250,21 @@ static void python_free(cd_store *store)
     free(store);
 }
 
+/* A store with a server has the attribute that torch's TCPStore has. */
+static bool python_local_address(cd_store *store, char *out, size_t bytes)
+{
+    char host[256] = "";
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *found = PyObject_GetAttrString(((adapter *)store)->object, "host");
+    const char *text = found && PyUnicode_Check(found) ? PyUnicode_AsUTF8(found) : NULL;
+    if (text && strlen(text) < sizeof host)
+        memcpy(host, text, strlen(text) + 1);
+    Py_XDECREF(found);
+    PyErr_Clear();
+    PyGILState_Release(gil);
+    return host[0] && cd_addr_local_for(host, 1, out, bytes) == CD_OK;
+}
+
 static const cd_store_ops python_ops = {
     .name = "python",
     .set = python_set,
@@ -261,6 +279,7 @@ static const cd_store_ops python_ops = {
     .multi_get = cd_store_multi_get_each,
     .multi_set = cd_store_multi_set_each,
     .list_keys = python_list_keys,
+    .local_address = python_local_address,
     .close = python_close,
     .free = python_free,
 };

@@ -373,11 +373,3 @@ cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const
     }
     return CD_OK;
 }
-
-void cd_tcp_store_local_address(cd_store *store, char *out, size_t bytes)
-{
-    tcp_store *s = (tcp_store *)store;
-    pthread_mutex_lock(&s->lock);
-    cd_sock_local_address(s->quick.fd, out, bytes);
-    pthread_mutex_unlock(&s->lock);
-}

@@ -417,6 +417,17 @@ static cd_status tcp_list_keys(cd_store *store, cd_buffer **out_keys, size_t *co
     return CD_OK;
 }
 
+static bool tcp_local_address(cd_store *store, char *out, size_t bytes)
+{
+    tcp_store *s = (tcp_store *)store;
+    pthread_mutex_lock(&s->lock);
+    bool connected = s->quick.fd >= 0;
+    if (connected)
+        cd_sock_local_address(s->quick.fd, out, bytes);
+    pthread_mutex_unlock(&s->lock);
+    return connected;
+}
+
 const cd_store_ops tcp_ops = {
     .name = "tcp",
     .set = tcp_set,
@@ -434,6 +445,7 @@ const cd_store_ops tcp_ops = {
     .queue_pop = tcp_pop,
     .queue_len = tcp_queue_len,
     .list_keys = tcp_list_keys,
+    .local_address = tcp_local_address,
     .close = tcp_close,
     .free = tcp_free,
 };

@@ -23,7 +23,5 @@ cd_status cd_tcp_store_open(const char *host, uint16_t port, const cd_secret *se
                             const cd_patience *patience, cd_store **out);
 /* Counts this process in; with `wait_all` until `world` have been. CD_STORE_TIMEOUT "Timed out after 2 seconds waiting …". */
 cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const cd_patience *patience);
-/* Local address of the socket to the server: what peers should be told. */
-void cd_tcp_store_local_address(cd_store *store, char *out, size_t bytes);
 
 #endif

@@ -147,6 +147,11 @@ static void prefix_close(cd_store *store)
     (void)store;
 }
 
+static bool prefix_local_address(cd_store *store, char *out, size_t bytes)
+{
+    return cd_store_local_address(((prefix_store *)store)->under, out, bytes);
+}
+
 static void prefix_free(cd_store *store)
 {
     if (!store)
@@ -159,7 +164,7 @@ static void prefix_free(cd_store *store)
     .name = "prefix", .set = prefix_set, .get = prefix_get, .add = prefix_add, .compare_set = prefix_compare_set,  \
     .check = prefix_check, .wait = prefix_wait, .delete_key = prefix_delete, .num_keys = prefix_num_keys,          \
     .append = prefix_append, .multi_get = prefix_multi_get, .multi_set = prefix_multi_set,                         \
-    .list_keys = prefix_list_keys, .close = prefix_close, .free = prefix_free
+    .list_keys = prefix_list_keys, .local_address = prefix_local_address, .close = prefix_close, .free = prefix_free
 
 static const cd_store_ops plain_ops = {OPS_WITHOUT_QUEUES};
 static const cd_store_ops queue_ops = {

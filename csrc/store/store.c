@@ -145,3 +145,8 @@ cd_status cd_store_barrier(cd_store *store, cd_bytes key, int64_t world, const c
     free(done);
     return status;
 }
+
+bool cd_store_local_address(cd_store *store, char *out, size_t bytes)
+{
+    return store->ops->local_address && store->ops->local_address(store, out, bytes);
+}

@@ -49,6 +49,8 @@ typedef struct {
     cd_status (*queue_pop)(cd_store *, cd_bytes key, bool block, cd_buffer *out, const cd_patience *);
     cd_status (*queue_len)(cd_store *, cd_bytes key, int64_t *count_p, const cd_patience *);
     cd_status (*list_keys)(cd_store *, cd_buffer **out_keys, size_t *count_p, const cd_patience *);
+    /* NULL where there is no server. See cd_store_local_address. */
+    bool (*local_address)(cd_store *, char *out, size_t bytes);
     /* Wakes and fails every blocked call and all later ones. Any thread; does not block. */
     void (*close)(cd_store *);
     /* After close, when no call is running any more. Takes NULL. */
@@ -67,6 +69,9 @@ cd_store *cd_store_retain(cd_store *store);
 void cd_store_release(cd_store *store);
 /* CD_STORE_TIMEOUT "wait timeout after 300ms, keys: /a, /b"; `lead` goes before each key. */
 cd_status cd_store_expired(uint64_t waited_ns, const char *lead, const cd_bytes *keys, size_t count) CD_COLD;
+/* The numeric address by which this host reaches the store's server, so that other users of the store reach this host there;
+ * false: the kind has no server or does not tell. Does not block but for the look-up of a name. */
+bool cd_store_local_address(cd_store *store, char *out, size_t bytes);
 /* A copy with malloc. CD_NO_MEMORY. */
 cd_status cd_buffer_copy(const void *data, size_t bytes, cd_buffer *out);
 /* The arrays of list_keys and multi_get. Take NULL. */

@@ -126,7 +126,7 @@ static void run_byte_case(int rank, void *ctx)
 /* The tables at the top of coll/net_*.c, for a vector (blocks: one block) of `bytes`. */
 static uint64_t table_bytes(const test_case *c, uint64_t bytes, int ranks, int rank)
 {
-    uint64_t h = sizeof(cd_net_hello), others = (uint64_t)ranks - 1, log = 0;
+    uint64_t h = sizeof(cd_net_hello), others = (uint64_t)ranks - 1, log = 0, children = 0;
     while ((1 << log) < ranks)
         log++;
     bool root = rank == c->root;
@@ -137,12 +137,15 @@ static uint64_t table_bytes(const test_case *c, uint64_t bytes, int ranks, int r
         return c->run == cd_net_small_run ? others * (h + bytes) : others * h + 2 * bytes / (uint64_t)ranks * others;
     case CD_REDUCE:
         if (c->run == cd_net_small_run)
-            return root ? 0 : h + bytes;
+            return h * log + (root ? 0 : h + bytes);
         return others * h + bytes / (uint64_t)ranks * (others + !root);
-    case CD_BROADCAST: return place == ranks - 1 ? 0 : h + bytes; /* the chain */
+    case CD_BROADCAST:
+        for (int distance = 1; distance < ranks; distance <<= 1)
+            children += place < distance && place + distance < ranks;
+        return h * log + bytes * (bytes <= CD_NET_CARRY ? children : place != ranks - 1); /* in the hellos or by the chain */
     case CD_ALL_GATHER: return others * (h + bytes);
-    case CD_GATHER: return root ? 0 : h + bytes;
-    case CD_SCATTER: return root ? others * (h + bytes) : 0;
+    case CD_GATHER: return h * log + (root ? 0 : h + bytes);
+    case CD_SCATTER: return h * log + (root ? others * (h + bytes) : 0);
     default: return others * (h + bytes); /* REDUCE_SCATTER, ALL_TO_ALL: blocks */
     }
 }
@@ -237,6 +240,60 @@ static void test_disagreement(world_kind pipes)
     net_ranks_free(&n);
 }
 
+typedef struct {
+    net_ranks *n;
+    cd_op ops[5];
+    cd_coll_func runs[5];
+} rooted_dispute;
+
+static void disagree_about_root(int rank, void *ctx)
+{
+    rooted_dispute *d = ctx;
+    cd_op op = d->ops[rank];
+    int ranks = d->n->w.ranks;
+    size_t room = (op.count + 1) * 4 * (size_t)ranks;
+    unsigned char *in = malloc(room), *out = malloc(room);
+    memset(in, 7, room);
+    memset(out, 9, room);
+    bool gathers = op.kind == CD_GATHER && op.root == rank, scatters = op.kind == CD_SCATTER && op.root == rank;
+    cd_span from = shm_span(in, op.count * (scatters ? (size_t)ranks : 1), 4);
+    cd_span to = shm_span(out, op.count * (gathers ? (size_t)ranks : 1), 4);
+    op.in = shm_one(&from);
+    op.out = shm_one(&to);
+    cd_patience patience = shm_ranks_patience(&d->n->g, 30 * CD_NS_PER_S);
+    CHECK_FAILS(d->runs[rank](&d->n->g.teams[rank], &op, &patience), CD_MISMATCH);
+    CHECK(strstr(cd_last_error()->text, "differs)"));
+    for (size_t i = 0; i < room; i++)
+        CHECK(in[i] == 7 && out[i] == 9);
+    free(in);
+    free(out);
+}
+
+/* One of several ranks calls something else, be it one that would only send: all fail in that call, nothing is written. */
+static void test_rooted_disagreement(int ranks, world_kind pipes)
+{
+    static const cd_kind kinds[] = {CD_BROADCAST, CD_REDUCE, CD_GATHER, CD_SCATTER, CD_ALL_REDUCE, CD_BARRIER};
+    for (int trial = 0; trial < 6 * 4 * ranks; trial++) {
+        cd_kind kind = kinds[trial % 6];
+        int how = trial / 6 % 4, odd = trial / 24;
+        size_t count = trial % 5 < 3 ? 10 : 70000;
+        net_ranks n;
+        net_ranks_make(&n, ranks, pipes);
+        rooted_dispute d = {.n = &n};
+        for (int r = 0; r < ranks; r++) {
+            cd_kind called = r == odd && how == 0 ? kinds[(trial + 1 + trial / 6 % 5) % 6] : kind;
+            bool rooted = called == CD_BROADCAST || called == CD_REDUCE || called == CD_GATHER || called == CD_SCATTER;
+            d.ops[r] = op_for(called, called == CD_BARRIER ? 0 : r == odd && how == 1 ? count + 3 : count);
+            d.ops[r].root = rooted ? (trial + (r == odd && how == 2)) % ranks : -1;
+            d.ops[r].dtype = r == odd && (how == 3 || !rooted || called == CD_BARRIER) ? CD_INT32 : CD_FLOAT32;
+            bool small = d.ops[r].count * 4 <= CD_NET_CARRY;
+            d.runs[r] = small ? small_path(called) : large_path(called);
+        }
+        check_on_ranks(ranks, disagree_about_root, &d);
+        net_ranks_free(&n);
+    }
+}
+
 /* A rank that does not come is named; so is one that left, long before the deadline. */
 static void test_absence(world_kind pipes)
 {
@@ -293,9 +350,12 @@ int main(void)
                 test_matrix(worlds[i], pipes);
         }
         test_disagreement(pipes);
+        test_rooted_disagreement(2, pipes);
         test_absence(pipes);
         test_loss(pipes);
     }
+    test_rooted_disagreement(4, WORLD_MIXED);
+    test_rooted_disagreement(5, WORLD_SHM);
     test_many_chunks(2, WORLD_SHM);
     test_many_chunks(3, WORLD_MIXED);
     for (int ranks = 2; ranks <= 5; ranks++)
