@@ -197,8 +197,9 @@ def test_ways_to_start(launcher):
         (["--max-restarts", "-1", "s"], "negative"),
         (["--max-restarts", "many", "s"], "invalid int value"),
         (["--bind", "socket", "s"], "invalid choice"),
-        (["--nosuch", "s"], "unrecognized arguments|the following arguments are required"),
-        ([], "script"),
+        (["--nosuch", "s"], "unrecognized arguments: --nosuch$"),
+        (["--nproc-per-nod=2", "s"], "unrecognized arguments: --nproc-per-nod=2; is --nproc-per-node meant"),
+        ([], "the following arguments are required: script$"),
     ],
 )
 def test_bad_command_lines(arguments, text):
@@ -210,7 +211,26 @@ def test_a_bad_command_line_ends_with_2(launcher):
     result = launcher.run(PER_NODE, "x", "s")
     assert result.returncode == 2
     assert result.stderr == "cdistrun: Unsupported nproc_per_node value: x\n"
-    assert "--nproc-per-node" in launcher.run("--help").stdout
+
+
+def test_help_shows_every_option_once(launcher):
+    text = launcher.run("--help").stdout
+    names = {name for name in options._parser().options() if "_" not in name}
+    assert len(names) > 25
+    shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+    assert sorted(shown) == sorted(name for name in names if name.startswith("--"))
+
+
+@pytest.mark.parametrize("arguments", [[], [PER_NODE, "8"]])
+def test_a_script_that_is_not_there_is_said_once(launcher, arguments):
+    result = launcher.run(*arguments, "nosuch.py")
+    assert result.returncode == 2
+    assert result.stderr == "cdistrun: cannot open the script 'nosuch.py': there is no such file\n"
+
+
+def test_a_script_that_is_not_there_ends_all_nodes(launcher):
+    processes = start_nodes(launcher, launcher.folder / "nosuch.py")
+    assert [launcher.finish(process).returncode for process in processes] == [2, 2]
 
 
 def test_options(monkeypatch):

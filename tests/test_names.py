@@ -301,3 +301,84 @@ def test_uncaught_exception_reaches_the_launcher_without_record(tmp_path):
     assert abs(when - time.time()) < 60
     assert "KeyError: 'no such layer'" in text
     assert f'File "{program}"' in text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "nn.parallel.DistributedDataParallel",
+        "utils.data.DistributedSampler",
+        "utils.data.distributed.DistributedSampler",
+        "elastic.multiprocessing.errors.record",
+        "launch.record",
+        "algorithms.join.Join",
+        "nn.SyncBatchNorm",
+    ],
+)
+def test_paths_of_attributes(path):
+    # In a fresh process: a module that was imported is an attribute of its package.
+    code = f"import cdist; value = cdist.{path}; assert callable(value)"
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRON)
+    assert fresh.returncode == 0, fresh.stderr
+
+
+MIXED = """
+import sys
+import cdist as dist
+import torch.distributed
+if sys.argv[1] == "ours":
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+else:
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+if sys.argv[2] == "ddp":
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+elif sys.argv[2] == "sampler":
+    from torch.utils.data.distributed import DistributedSampler
+    DistributedSampler(range(4))
+elif sys.argv[2] == "rank":
+    print(dist.get_rank())
+"""
+
+
+@pytest.mark.parametrize(
+    ("group", "call", "words"),
+    [
+        (
+            "ours",
+            "ddp",
+            "The process group of this program is cdist's, and this call is torch's: import it from cdist",
+        ),
+        (
+            "ours",
+            "sampler",
+            "The process group of this program is cdist's, and this call is torch's: import it from cdist",
+        ),
+        ("torch", "rank", "(torch.distributed has one, cdist has not: import cdist as dist)"),
+    ],
+)
+def test_a_forgotten_import_is_said(group, call, words):
+    pytest.importorskip("torch", reason="torch is not installed")
+    result = subprocess.run(
+        [sys.executable, "-c", MIXED, group, call],
+        capture_output=True,
+        text=True,
+        env=ENVIRON | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 1
+    assert words in result.stderr.splitlines()[-1], result.stderr
+
+
+def test_groups_are_told_apart():
+    def names(rank, world):
+        return [
+            repr(cdist.group.WORLD),
+            repr(cdist.new_group([0])),
+            repr(cdist.new_group([0], group_desc="mine")),
+        ]
+
+    (shown,) = cdist.testing.run(names, 1)
+    assert [text.partition(":")[0] for text in shown] == [
+        "<ProcessGroup default_pg",
+        "<ProcessGroup 1",
+        "<ProcessGroup mine",
+    ]

@@ -100,7 +100,9 @@ void cd_py_array_set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t 
 static int check_output(const cd_py_array *array, const char *name)
 {
     if (!array->writable) {
-        PyErr_Format(PyExc_ValueError, "parameter `%s` is written to, but the array given is read-only", name);
+        PyErr_Format(PyExc_ValueError,
+                     "parameter `%s` is written to, but the array given is read-only (JAX's always are): pass numpy.array(x)",
+                     name);
         return -1;
     }
     for (int i = 0; array->span.dims && i < array->dims.ndim; i++)

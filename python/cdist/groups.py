@@ -193,11 +193,35 @@ def init_process_group(
         _core.barrier()
 
 
+_NOT_INITIALIZED = (
+    "Default process group has not been initialized, please make sure to call init_process_group."
+)
+
+
+def _explain_mixture(error, trace):
+    """Add a word to torch's complaint of a missing group where an import was forgotten."""
+    if not isinstance(error, (ValueError, RuntimeError)) or not str(error).startswith(_NOT_INITIALIZED[:45]):
+        return
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("torch.distributed"):
+        error.add_note(
+            "The process group of this program is cdist's, and this call is torch's: import it from cdist "
+            "(cdist.nn.parallel.DistributedDataParallel, cdist.utils.data.distributed.DistributedSampler, …)"
+        )
+
+
+def _torch_has_one():
+    torch_distributed = sys.modules.get("torch.distributed")
+    return hasattr(torch_distributed, "is_initialized") and torch_distributed.is_initialized()
+
+
 def _install_hooks(rank):
     """Peers learn at once when this rank dies of an exception; its traceback says which rank it is."""
     previous = sys.excepthook
 
     def excepthook(kind, error, trace):
+        _explain_mixture(error, trace)
         world = _core._get_default_group()
         if world is not None:
             with contextlib.suppress(Exception):
@@ -209,8 +233,9 @@ def _install_hooks(rank):
         text = io.StringIO()
         with contextlib.redirect_stderr(text):
             previous(kind, error, trace)
-        for line in text.getvalue().splitlines(keepends=True):
-            sys.stderr.write(f"[rank{rank}]: {line}")
+        # In one piece, so that the lines of several ranks do not mix.
+        lines = text.getvalue().splitlines(keepends=True)
+        sys.stderr.write("".join(f"[rank{rank}]: {line}" for line in lines))
 
     dump_signal.install()
     _registry.excepthook = (previous, excepthook)
@@ -273,9 +298,10 @@ def destroy_process_group(group=None) -> None:
 def _default():
     world = _core._get_default_group()
     if world is None:
-        raise ValueError(
-            "Default process group has not been initialized, please make sure to call init_process_group."
+        mixture = (
+            " (torch.distributed has one, cdist has not: import cdist as dist)" if _torch_has_one() else ""
         )
+        raise ValueError(_NOT_INITIALIZED + mixture)
     return world
 
 

@@ -41,7 +41,7 @@ class ProcessGroup(_core.ProcessGroup):
         return list(self._config.get_device_backend_map()) if self._config else ["cpu"]
 
     def __repr__(self):
-        name = self.group_desc or self.group_name
+        name = self.group_desc if self.group_desc not in (None, "", "undefined") else self.group_name
         return f"<ProcessGroup {name}: rank {self.rank()} of {self.size()}, {self._transport}>"
 
     def __reduce__(self):

@@ -183,7 +183,11 @@ def _env_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, 
     def value(name):
         found = os.environ.get(name) or _from_launcher(name)
         if not found:
-            raise _missing("env", f"environment variable {name} expected, but not set")
+            raise _missing(
+                "env",
+                f"environment variable {name} expected, but not set: start the program with "
+                "cdistrun --nproc-per-node N SCRIPT, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            )
         return found
 
     rank = _number("env", "rank", query.get("rank") or value("RANK"))

@@ -9,6 +9,7 @@ def main(argv=None):
     """Run a command line (default: the process' own); returns the exit code, 2 if it is not understood."""
     try:
         parsed = options.parse(sys.argv[1:] if argv is None else argv)
+        options.check_script(parsed)
     except options.OptionError as error:
         print(f"cdistrun: {error}", file=sys.stderr)
         return 2

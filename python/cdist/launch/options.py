@@ -14,7 +14,25 @@ class OptionError(ValueError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise OptionError(message)
+        raise OptionError(message.replace("script, script_args", "script"))
+
+    def options(self):
+        """Return all option names, as they may be written."""
+        return list(self._option_string_actions)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows one name for each option: those with underscores, which torchrun has too, go without saying."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=36, width=110)
+
+    def _format_action_invocation(self, action):
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = [name for name in action.option_strings if "_" not in name]
+        value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
+        return ", ".join(names) + value
 
 
 def _add(parser, name, **kw):
@@ -29,48 +47,143 @@ def _add(parser, name, **kw):
 
 
 def _parser():
-    parser = _Parser(prog="cdistrun", allow_abbrev=False,
-                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                     description="Start one process a rank, watch over them and end the job as one.",
-                     epilog="example: cdistrun --nproc-per-node 4 train.py --epochs 3")
-    add = lambda name, **kw: _add(parser, name, **kw)  # noqa: E731
-    add("nnodes", default="1", help="number of nodes (hosts)")
-    add("nproc-per-node", default="1", help="processes on each node: a number, cpu, gpu or auto")
-    add("node-rank", default=None, type=int, help="this node's number, 0 … nnodes − 1")
-    add("master-addr", default=None, help="address of node 0 (127.0.0.1)")
-    add("master-port", default=None, type=int, help="port of node 0 (29500; a free one for one node)")
-    add("local-addr", default=None, help="address that this node's ranks tell the others")
-    add("standalone", action="store_true", help="one node, a free port")
-    add("rdzv-backend", default="static", help="static, or c10d: nodes number themselves at the endpoint")
-    add("rdzv-endpoint", default="", help="host[:port] (29400)")
-    add("rdzv-id", default="none", help="name of the job")
-    add("rdzv-conf", default="", help="timeout=900,keep_alive_interval=5,keep_alive_max_attempt=3")
-    add("max-restarts", default=0, type=int, help="how often all workers are started again after a failure")
-    add("monitor-interval", default=0.1, type=float, help="seconds between looks without kernel events")
-    add("start-method", default="spawn", help="accepted for torchrun's sake")
-    add("event-log-handler", default="null", help="accepted for torchrun's sake")
-    add("role", default="default", help="name of the workers' role")
-    add("module", short=["-m"], action="store_true", help="the script is a module, as in python -m")
-    add("no-python", action="store_true", help="the script is a program of its own")
-    add("run-path", action="store_true", help="run the script with runpy.run_path")
-    add("log-dir", default=None, help="keep stdout.log and stderr.log of each rank there")
-    add("redirects", short=["-r"], default="0", help="to log files only: 1 stdout, 2 stderr, 3 both")
-    add("tee", short=["-t"], default="0", help="to log files and, with a prefix, to the console")
-    add("log-line-prefix-template", default="", help="${role_name} ${local_rank} ${rank} ${hostname}")
-    add("local-ranks-filter", default="", help="local ranks that are shown on the console, by comma")
-    add("virtual-local-rank", action="store_true", help="each worker sees one GPU and is local rank 0")
-    add("bind", default="none", choices=["none", "core", "numa"], help="cores of each worker")
-    add("numa-binding", default=None, help="torchrun's name of --bind numa")
-    add("signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", help="signals that end the job")
-    add("shutdown-timeout", default=30.0, type=float, help="seconds from SIGTERM to SIGKILL")
+    parser = _Parser(
+        prog="cdistrun",
+        allow_abbrev=False,
+        formatter_class=_Formatter,
+        usage="cdistrun [options] script [arguments of the script]",
+        description="Start one process a rank, watch over them and end the job as one.",
+        epilog="example: cdistrun --nproc-per-node 4 train.py --epochs 3\n"
+        "Each option may also be given as PET_<NAME> in the environment.",
+    )
+    _add_places(parser)
+    _add_script(parser)
+    _add_failures(parser)
+    _add_output(parser)
+    _add_accepted(parser)
     parser.add_argument("script", help="the program to run")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
+def _add_places(parser):
+    group = parser.add_argument_group("where")
+    add = lambda name, **kw: _add(group, name, **kw)  # noqa: E731
+    add(
+        "nproc-per-node",
+        default="1",
+        metavar="N",
+        help="processes on each node: a number, cpu, gpu or auto (1)",
+    )
+    add("nnodes", default="1", metavar="N", help="number of nodes (hosts) (1)")
+    add("node-rank", default=None, type=int, metavar="N", help="this node's number, 0 … nnodes − 1 (0)")
+    add("master-addr", default=None, metavar="HOST", help="address of node 0 (127.0.0.1)")
+    add(
+        "master-port",
+        default=None,
+        type=int,
+        metavar="PORT",
+        help="port of node 0 (29500; for one node a free one)",
+    )
+    add("local-addr", default=None, metavar="HOST", help="address that this node's ranks tell the others")
+    add("standalone", action="store_true", help="one node, a free port")
+    add(
+        "rdzv-backend",
+        default="static",
+        metavar="NAME",
+        help="static, or c10d: the nodes number themselves at the endpoint (static)",
+    )
+    add("rdzv-endpoint", default="", metavar="HOST:PORT", help="node 0 (port 29400)")
+    add("rdzv-id", default="none", metavar="NAME", help="name of the job, where several share an endpoint")
+    add(
+        "rdzv-conf",
+        default="",
+        metavar="K=V,…",
+        help="seconds (and count): timeout=900,keep_alive_interval=5,keep_alive_max_attempt=3",
+    )
+    add("bind", default="none", choices=["none", "core", "numa"], help="cores of each worker (none: all)")
+    add("virtual-local-rank", action="store_true", help="each worker sees one GPU and is local rank 0")
+
+
+def _add_script(parser):
+    group = parser.add_argument_group("what")
+    _add(group, "module", short=["-m"], action="store_true", help="the script is a module, as in python -m")
+    _add(group, "no-python", action="store_true", help="the script is a program of its own")
+    _add(group, "run-path", action="store_true", help="run the script with runpy.run_path")
+
+
+def _add_failures(parser):
+    group = parser.add_argument_group("failures")
+    add = lambda name, **kw: _add(group, name, **kw)  # noqa: E731
+    add(
+        "max-restarts",
+        default=0,
+        type=int,
+        metavar="N",
+        help="how often all workers are started again after a failure (0)",
+    )
+    add(
+        "shutdown-timeout", default=30.0, type=float, metavar="S", help="seconds from SIGTERM to SIGKILL (30)"
+    )
+    add(
+        "signals-to-handle",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        metavar="NAMES",
+        help="signals that end the job (%(default)s)",
+    )
+
+
+def _add_output(parser):
+    group = parser.add_argument_group("output")
+    add = lambda name, **kw: _add(group, name, **kw)  # noqa: E731
+    add("log-dir", default=None, metavar="FOLDER", help="keep stdout.log and stderr.log of each rank there")
+    add(
+        "redirects",
+        short=["-r"],
+        default="0",
+        metavar="WHAT",
+        help="to log files only: 1 stdout, 2 stderr, 3 both, or for each local rank: 0:3,1:1",
+    )
+    add(
+        "tee",
+        short=["-t"],
+        default="0",
+        metavar="WHAT",
+        help="to log files and, with a prefix, to the console: likewise",
+    )
+    add(
+        "log-line-prefix-template",
+        default="",
+        metavar="TEXT",
+        help="prefix of a line, of ${role_name} ${local_rank} ${rank} ${hostname}",
+    )
+    add(
+        "local-ranks-filter",
+        default="",
+        metavar="RANKS",
+        help="local ranks that the console shows, by comma (all)",
+    )
+    add("role", default="default", metavar="NAME", help="name of the workers' role")
+
+
+def _add_accepted(parser):
+    group = parser.add_argument_group("accepted for torchrun's sake")
+    add = lambda name, **kw: _add(group, name, **kw)  # noqa: E731
+    add("numa-binding", default=None, metavar="NAME", help="as --bind numa")
+    add(
+        "monitor-interval",
+        default=0.1,
+        type=float,
+        metavar="S",
+        help="seconds between looks, where the kernel does not tell by itself (0.1)",
+    )
+    add("start-method", default="spawn", metavar="NAME", help="without effect")
+    add("event-log-handler", default="null", metavar="NAME", help="without effect")
+
+
 def parse(argv):
     """Return the options of a command line as an object. Errors: OptionError."""
-    options = _parser().parse_args(argv)
+    options = _parse_names(_parser(), argv)
     if options.numa_binding is not None:
         options.bind = "numa"
     options.local_size = _local_size(options.nproc_per_node)
@@ -83,6 +196,27 @@ def parse(argv):
     options.tee = _per_rank(options.tee, options.local_size, "--tee")
     options.signals = [_signal(name) for name in options.signals_to_handle.split(",") if name]
     options.shown = _shown(options.local_ranks_filter, options.local_size)
+    return options
+
+
+def check_script(options):
+    """Raise OptionError where the script is not there: one line is enough for all ranks.
+
+    On several nodes a worker is to fail of it, since the other nodes are told of that.
+    """
+    is_file = not (options.module or options.no_python)
+    if is_file and options.nnodes == 1 and not os.path.exists(options.script):
+        raise OptionError(f"cannot open the script {options.script!r}: there is no such file")
+
+
+def _parse_names(parser, argv):
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        import difflib
+
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser.options(), 1, 0.8)
+        raise OptionError(text + (f"; is {near[0]} meant?" if near else ""))
     return options
 
 
@@ -119,8 +253,10 @@ def _settle_nodes(options):
     if not least.isdigit() or int(least) < 1 or (most and not most.isdigit()):
         raise OptionError(f"--nnodes should be a positive number, not {options.nnodes!r}")
     if most and most != least:
-        raise OptionError(f"--nnodes {options.nnodes}: a job with a changing number of nodes is not offered; "
-                          "give one number")
+        raise OptionError(
+            f"--nnodes {options.nnodes}: a job with a changing number of nodes is not offered; "
+            "give one number"
+        )
     options.nnodes = int(least)
     if options.rdzv_backend not in ("static", "c10d"):
         raise OptionError(f"--rdzv-backend should be static or c10d, not {options.rdzv_backend!r}")

@@ -1,6 +1,10 @@
-"""Going on after a rank was lost, without restarting."""
+"""Going on after a rank was lost, without restarting.
+
+``cdist.elastic.multiprocessing.errors`` holds ``record``, under torch's path.
+"""
 
 import contextlib
+import importlib
 import json
 import os
 import tempfile
@@ -180,3 +184,9 @@ def shrink(timeout=60, grace=5):
     made.set_timeout(limit)
     made._shrunk, made._base_store = shrunk, base
     return made
+
+
+def __getattr__(name):
+    if name == "multiprocessing":
+        return importlib.import_module("cdist.elastic.multiprocessing")
+    raise AttributeError(f"module 'cdist.elastic' has no attribute {name!r}")
