@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY ?= $(VENV)/bin/python
 RANKS ?= 2
-# More packages for the tests; .ci/run adds torch, against which everything that torch has is compared.
+# More packages for the tests; .ci/run adds torch, against which everything that torch has is compared, and what examples use.
 EXTRAS ?=
 PYTEST ?= $(PY) -m pytest -q
 
