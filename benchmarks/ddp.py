@@ -1,6 +1,6 @@
-"""What DistributedDataParallel costs beside torch's over Gloo: 2 ranks on the CPU, both in the same processes, interleaved.
+"""What DistributedDataParallel costs beside torch's over Gloo: 2 ranks on the CPU, both in the same processes, in turns.
 
-    python benchmarks/ddp.py [--steps 15] [--models mlp transformer resnet18] [--json out.json]
+    python benchmarks/ddp.py [--steps 30] [--models mlp transformer resnet18] [--json out.json]
 
 For each model: median time of a step, of the same step under no_sync(), and their difference, which is what synchronisation
 costs. Then the cost of a gradient hook per parameter, and the peak memory of a process that trains with either.
@@ -74,6 +74,8 @@ def resnet18():
     )
 
 
+TURN = 5  # steps of either before it is the other's turn
+
 MODELS = {"mlp": mlp, "transformer": transformer, "resnet18": resnet18}
 
 
@@ -113,11 +115,14 @@ def measure(rank, world, path, names, steps):
             module, x = MODELS[name]()
             pairs[who] = wrap(module, gradient_as_bucket_view=True)
         times = {(who, sync): [] for who in pairs for sync in (True, False)}
-        for number in range(steps + 3):
-            for (who, sync), all_times in times.items():
-                value = timed(pairs[who], x, sync)
-                if number >= 3:
-                    all_times.append(value)
+        for turn in range(steps // TURN + 1):
+            for who in pairs:
+                # The first steps of a turn find the caches full of the other's model.
+                for number in range(TURN + 1):
+                    for sync in (True, False):
+                        value = timed(pairs[who], x, sync)
+                        if turn and number:
+                            times[who, sync].append(value)
         medians = {key: statistics.median(values) for key, values in times.items()}
         row = {"model": name, "parameters": len(list(pairs["cdist"].parameters()))}
         for who in pairs:
@@ -170,7 +175,7 @@ def memory(rank, world, who, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--json")
     options = parser.parse_args()

@@ -7,20 +7,35 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* A bucket in shared memory is reduced in pieces of at least this size: what was just copied in is still in the cache, and little
+ * is left to do after the last gradient. What synchronising costs a step of 2 ranks on a 2-core EPYC (mean of the ranks, whole
+ * bucket / 4 MiB / 1 MiB): 64-layer MLP 6.2 / 4.6 / 4.9 ms, transformer 7.5 / 4.1 / 2.3 ms, ResNet-18 6.6 / 9.2 / 9.3 ms; the
+ * figures scatter by 2 ms. Other transports pay for each message: there a bucket is one piece. */
+#define PIECE_BYTES ((size_t)1 << 20)
+
 typedef struct {
     cd_bucket_memory *memory;
     size_t count; /* elements of all gradients, without the flag */
     cd_dtype dtype;
     cd_device device;
     int params;
+    int first, pieces; /* its pieces: first … first + pieces − 1 */
+} bucket;
+
+/* What is reduced at once: neighbours in one bucket; the last one of a bucket holds the flag too. */
+typedef struct {
+    int bucket;
+    size_t at, count; /* elements, without the flag */
+    int params;
     _Atomic int unready;
     cd_work *work; /* while launched and not finished; written under the lock */
-} bucket;
+} piece;
 
 struct cd_reducer {
     cd_group *group;
     cd_reducer_param *params;
     int *bucket_of;
+    int *piece_of;
     size_t *offset;        /* bytes from the start of the bucket */
     int *uses;             /* calls of ready() that make a parameter ready */
     _Atomic int *pending;  /* of them still to come; below 0: too many */
@@ -28,13 +43,14 @@ struct cd_reducer {
     int *order;
     _Atomic int ordered;   /* entries of order */
     bucket *buckets;
-    int count, bucket_count;
+    piece *pieces;
+    int count, bucket_count, piece_count;
     cd_reduce_mode mode;
     cd_step step;
     double divisor, scale;
     void *stream;
     pthread_mutex_t lock;  /* next and the launching itself */
-    int next;              /* first bucket that was not launched or handed out */
+    int next;              /* first piece that was not launched, or bucket that was not handed out */
     uint64_t launched, launched_bytes;
 };
 
@@ -57,22 +73,32 @@ static cd_status allocate_tables(cd_reducer *r, const cd_reducer_spec *spec)
     size_t n = (size_t)spec->count + 1, m = (size_t)spec->buckets + 1;
     r->params = calloc(n, sizeof *r->params);
     r->bucket_of = calloc(n, sizeof *r->bucket_of);
+    r->piece_of = calloc(n, sizeof *r->piece_of);
     r->offset = calloc(n, sizeof *r->offset);
     r->uses = calloc(n, sizeof *r->uses);
     r->pending = calloc(n, sizeof *r->pending);
     r->missing = calloc(n, 1);
     r->order = calloc(n, sizeof *r->order);
     r->buckets = calloc(m, sizeof *r->buckets);
-    if (!r->params || !r->bucket_of || !r->offset || !r->uses || !r->pending || !r->missing || !r->order || !r->buckets)
+    r->pieces = calloc(n, sizeof *r->pieces);
+    if (!r->params || !r->bucket_of || !r->piece_of || !r->offset || !r->uses || !r->pending || !r->missing || !r->order ||
+        !r->buckets || !r->pieces)
         return cd_fail(CD_NO_MEMORY, "reducer: no memory for %d parameters", spec->count);
     r->count = spec->count;
     r->bucket_count = spec->buckets;
     return CD_OK;
 }
 
+/* Parameter number `at` of the readiness order. */
+static int param_at(const cd_reducer_spec *spec, int at)
+{
+    return spec->order ? spec->order[at] : at;
+}
+
 static cd_status lay_out(cd_reducer *r, const cd_reducer_spec *spec)
 {
-    for (int i = 0; i < r->count; i++) {
+    for (int at = 0; at < r->count; at++) {
+        int i = param_at(spec, at);
         const cd_reducer_param *param = &spec->params[i];
         bucket *b = &r->buckets[spec->bucket_of[i]];
         if (b->params && (b->dtype != param->dtype || b->device != param->device))
@@ -101,6 +127,36 @@ static cd_status lay_out(cd_reducer *r, const cd_reducer_spec *spec)
     return CD_OK;
 }
 
+/* Cuts bucket k into pieces of neighbours. */
+static void cut_bucket(cd_reducer *r, const cd_reducer_spec *spec, int k, bool shared)
+{
+    bucket *b = &r->buckets[k];
+    piece *open = 0;
+    b->first = r->piece_count;
+    for (int at = 0; at < r->count; at++) {
+        int i = param_at(spec, at);
+        if (r->bucket_of[i] != k)
+            continue;
+        size_t item = cd_dtype_bytes(b->dtype);
+        if (!open || (shared && open->count * item >= PIECE_BYTES)) {
+            open = &r->pieces[r->piece_count++];
+            *open = (piece){.bucket = k, .at = r->offset[i] / item};
+            b->pieces++;
+        }
+        r->piece_of[i] = (int)(open - r->pieces);
+        open->count += r->params[i].count;
+        open->params++;
+    }
+}
+
+/* Every rank must cut alike, so it depends on what all have in common, not on whether this rank's arena had room. */
+static void cut(cd_reducer *r, const cd_reducer_spec *spec)
+{
+    bool shared = !spec->memory && strcmp(cd_group_transport(r->group), "shm") == 0;
+    for (int k = 0; k < r->bucket_count; k++)
+        cut_bucket(r, spec, k, shared);
+}
+
 cd_status cd_reducer_create(cd_group *group, const cd_reducer_spec *spec, cd_reducer **out)
 {
     CD_TRY(check_spec(spec));
@@ -119,6 +175,7 @@ cd_status cd_reducer_create(cd_group *group, const cd_reducer_spec *spec, cd_red
         cd_reducer_free(r);
         return status;
     }
+    cut(r, spec);
     for (int i = 0; i < r->count; i++)
         atomic_init(&r->pending[i], r->uses[i]);
     cd_log_about("ddp", "reducer of %d gradients in %d buckets", r->count, r->bucket_count);
@@ -130,17 +187,19 @@ void cd_reducer_free(cd_reducer *r)
 {
     if (!r)
         return;
-    for (int k = 0; k < r->bucket_count; k++) {
-        cd_work_release(r->buckets[k].work);
+    for (int i = 0; i < r->piece_count; i++)
+        cd_work_release(r->pieces[i].work);
+    for (int k = 0; k < r->bucket_count; k++)
         cd_bucket_memory_release(r->buckets[k].memory);
-    }
     pthread_mutex_destroy(&r->lock);
+    free(r->pieces);
     free(r->buckets);
     free(r->order);
     free(r->missing);
     free(r->pending);
     free(r->uses);
     free(r->offset);
+    free(r->piece_of);
     free(r->bucket_of);
     free(r->params);
     cd_group_release(r->group);
@@ -199,19 +258,21 @@ static char *flag_of(const bucket *b)
 
 cd_status cd_reducer_begin(cd_reducer *r, cd_step step, const cd_patience *patience)
 {
-    for (int k = 0; k < r->bucket_count; k++) {
-        bucket *b = &r->buckets[k];
-        if (b->work) {
-            cd_status status = cd_work_wait(b->work, patience);
+    for (int i = 0; i < r->piece_count; i++) {
+        piece *p = &r->pieces[i];
+        if (p->work) {
+            cd_status status = cd_work_wait(p->work, patience);
             if (status == CD_WAIT_EXPIRED || status == CD_INTERRUPTED)
                 return status;
-            cd_work_release(b->work);
-            b->work = 0;
+            cd_work_release(p->work);
+            p->work = 0;
         }
-        atomic_store_explicit(&b->unready, b->params, memory_order_relaxed);
-        char *flag = flag_of(b);
+        atomic_store_explicit(&p->unready, p->params, memory_order_relaxed);
+    }
+    for (int k = 0; k < r->bucket_count; k++) {
+        char *flag = flag_of(&r->buckets[k]);
         if (flag)
-            memset(flag, 0, cd_dtype_bytes(b->dtype));
+            memset(flag, 0, cd_dtype_bytes(r->buckets[k].dtype));
     }
     for (int i = 0; i < r->count; i++)
         atomic_store_explicit(&r->pending[i], r->uses[i], memory_order_relaxed);
@@ -227,25 +288,36 @@ cd_status cd_reducer_begin(cd_reducer *r, cd_step step, const cd_patience *patie
     return CD_OK;
 }
 
-static void scale_bucket(const bucket *b, double scale)
+/* Where a piece begins in memory, and how many elements it has with the flag where it holds that. */
+static char *memory_of(const cd_reducer *r, const piece *p, size_t *count_p)
 {
-    const void *in[1] = {b->memory->memory};
-    cd_reduce_func multiply = cd_reduce_find(CD_PREMUL_SUM, b->dtype);
-    if (multiply)
-        multiply(b->memory->memory, in, 1, b->count, scale);
+    const bucket *b = &r->buckets[p->bucket];
+    bool is_last = p == &r->pieces[b->first + b->pieces - 1];
+    *count_p = p->count + (is_last && flag_of(b) ? 1 : 0);
+    return b->memory->memory + p->at * cd_dtype_bytes(b->dtype);
 }
 
-/* Starts the all_reduce of bucket b; the lock is held. */
-static cd_status launch(cd_reducer *r, bucket *b)
+static void scale_piece(const cd_reducer *r, const piece *p)
 {
+    size_t count;
+    char *data = memory_of(r, p, &count);
+    const void *in[1] = {data};
+    cd_reduce_func multiply = cd_reduce_find(CD_PREMUL_SUM, r->buckets[p->bucket].dtype);
+    if (multiply)
+        multiply(data, in, 1, p->count, r->scale);
+}
+
+/* Starts the all_reduce of piece p; the lock is held. */
+static cd_status launch(cd_reducer *r, piece *p)
+{
+    bucket *b = &r->buckets[p->bucket];
     if (r->scale != 1.0 && b->device == CD_CPU)
-        scale_bucket(b, r->scale);
+        scale_piece(r, p);
     bool plain = r->mode == CD_REDUCE_SUM || r->divisor == 1.0;
     bool average = !plain && r->divisor == (double)cd_group_size(r->group);
-    size_t item = cd_dtype_bytes(b->dtype), count = b->memory->bytes / item;
-    if (b->memory->borrowed)
-        count = b->count;
-    cd_span span = {.data = b->memory->memory, .count = count, .item_bytes = (uint32_t)item};
+    size_t item = cd_dtype_bytes(b->dtype), count;
+    char *data = memory_of(r, p, &count);
+    cd_span span = {.data = data, .count = count, .item_bytes = (uint32_t)item};
     cd_op op = {
         .kind = CD_ALL_REDUCE,
         .dtype = b->dtype,
@@ -262,29 +334,37 @@ static cd_status launch(cd_reducer *r, bucket *b)
         .shape = {(int64_t)count},
         .stream = r->stream,
     };
-    CD_TRY(cd_group_issue(r->group, &op, cd_group_timeout_ns(r->group), &b->work));
+    CD_TRY(cd_group_issue(r->group, &op, cd_group_timeout_ns(r->group), &p->work));
     cd_bucket_memory_retain(b->memory);
-    cd_work_set_owner(b->work, b->memory, cd_bucket_memory_release);
-    r->launched++;
-    r->launched_bytes += b->count * item;
+    cd_work_set_owner(p->work, b->memory, cd_bucket_memory_release);
+    r->launched += p == &r->pieces[b->first + b->pieces - 1];
+    r->launched_bytes += p->count * item;
     return CD_OK;
 }
 
 /* Acquire: pairs with the decrement in complete(), so that the gradients of other threads are seen by
  * whoever launches. */
-static bool is_full(const bucket *b)
+static bool is_full(const piece *p)
 {
-    return atomic_load_explicit(&b->unready, memory_order_acquire) == 0;
+    return atomic_load_explicit(&p->unready, memory_order_acquire) == 0;
 }
 
-/* Launches every full bucket that has none unlaunched before it. Whoever fills a bucket comes here after
+static bool is_full_bucket(const cd_reducer *r, const bucket *b)
+{
+    for (int i = 0; i < b->pieces; i++)
+        if (!is_full(&r->pieces[b->first + i]))
+            return false;
+    return true;
+}
+
+/* Launches every full piece that has none unlaunched before it. Whoever fills a piece comes here after
  * filling it, so the last of them to take the lock sees all that are full: none is forgotten. */
 static cd_status launch_full(cd_reducer *r)
 {
     cd_status status = CD_OK;
     pthread_mutex_lock(&r->lock);
-    while (status == CD_OK && r->next < r->bucket_count && is_full(&r->buckets[r->next])) {
-        status = launch(r, &r->buckets[r->next]);
+    while (status == CD_OK && r->next < r->piece_count && is_full(&r->pieces[r->next])) {
+        status = launch(r, &r->pieces[r->next]);
         if (status == CD_OK)
             r->next++;
     }
@@ -292,15 +372,15 @@ static cd_status launch_full(cd_reducer *r)
     return status;
 }
 
-/* Parameter is ready: counts it; true when its bucket is full now. */
+/* Parameter is ready: counts it; true when its piece is full now. */
 static bool complete(cd_reducer *r, int param)
 {
     int at = atomic_fetch_add_explicit(&r->ordered, 1, memory_order_relaxed);
     r->order[at] = param;
     /* Acquire-release: each decrement hands the gradients before it to the next, the last one hands all to
      * the launcher. */
-    bucket *b = &r->buckets[r->bucket_of[param]];
-    return atomic_fetch_sub_explicit(&b->unready, 1, memory_order_acq_rel) == 1;
+    piece *p = &r->pieces[r->piece_of[param]];
+    return atomic_fetch_sub_explicit(&p->unready, 1, memory_order_acq_rel) == 1;
 }
 
 cd_status cd_reducer_ready(cd_reducer *r, int param)
@@ -328,7 +408,7 @@ int cd_reducer_next_full(cd_reducer *r)
 {
     int found = -1;
     pthread_mutex_lock(&r->lock);
-    if (r->step == CD_STEP_HANDOUT && r->next < r->bucket_count && is_full(&r->buckets[r->next]))
+    if (r->step == CD_STEP_HANDOUT && r->next < r->bucket_count && is_full_bucket(r, &r->buckets[r->next]))
         found = r->next++;
     pthread_mutex_unlock(&r->lock);
     return found;
@@ -379,17 +459,18 @@ cd_status cd_reducer_finish(cd_reducer *r, bool unready_expected, const cd_patie
         return CD_OK;
     int filled;
     CD_TRY(cd_reducer_fill(r, unready_expected, &filled));
-    bool flagged = false;
-    for (int k = 0; k < r->bucket_count; k++) {
-        bucket *b = &r->buckets[k];
-        if (!b->work)
+    for (int i = 0; i < r->piece_count; i++) {
+        piece *p = &r->pieces[i];
+        if (!p->work)
             continue;
-        CD_TRY(b->device == CD_CPU ? cd_work_wait(b->work, patience)
-                                   : cd_work_join_stream(b->work, r->stream, patience));
-        cd_work_release(b->work);
-        b->work = 0;
-        flagged = flagged || is_flagged(b);
+        CD_TRY(r->buckets[p->bucket].device == CD_CPU ? cd_work_wait(p->work, patience)
+                                                      : cd_work_join_stream(p->work, r->stream, patience));
+        cd_work_release(p->work);
+        p->work = 0;
     }
+    bool flagged = false;
+    for (int k = 0; k < r->bucket_count && r->step == CD_STEP_REDUCE; k++)
+        flagged = flagged || is_flagged(&r->buckets[k]);
     if (flagged)
         return cd_fail(CD_BAD_ARGUMENT, "reducer: at least one rank has no gradient for some parameters");
     return CD_OK;

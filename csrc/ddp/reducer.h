@@ -1,9 +1,9 @@
 /* The gradient reducer: buckets, readiness counters, launch in order. One call per gradient on the hot
  * path.
  *
- * A step is begin → ready × parameters → finish. Bucket k is launched (one asynchronous all_reduce in
- * place) as soon as all its gradients are ready and bucket k − 1 was launched, so that all ranks launch in
- * the same order whatever the order of gradients.
+ * A step is begin → ready × parameters → finish. Bucket k is launched (asynchronous all_reduces in place, one
+ * for each of its pieces: see reducer.c) as soon as all gradients of a piece are ready and everything before it
+ * was launched, so that all ranks launch in the same order whatever the order of gradients.
  *
  * A gradient that is missing on one rank must become an error on all of them. Each bucket therefore
  * carries one more element behind its gradients, the flag: 0, or NaN from a rank that had to send zeros in
@@ -29,10 +29,11 @@ typedef enum {
 typedef struct {
     const cd_reducer_param *params; /* real or complex floats */
     int count;
-    const int *bucket_of; /* bucket of each parameter; a bucket holds one dtype and device, in the order of parameters */
+    const int *bucket_of; /* bucket of each parameter; a bucket holds one dtype and device */
     int buckets;
     cd_reduce_mode mode;
     void *const *memory; /* NULL, or memory of each bucket (GPU: must be given; no room for a flag is needed) */
+    const int *order;     /* in which gradients are expected and lie in their buckets; each once; NULL: 0…count − 1 */
 } cd_reducer_spec;
 
 /* Bucket memory comes from the host's arena where there is one. Local: sends nothing. Retains the group.

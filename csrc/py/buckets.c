@@ -67,6 +67,23 @@ int *cd_py_reducer_ints(PyObject *object, int expected, int *count_p)
     return out;
 }
 
+int *cd_py_reducer_order(PyObject *object, int count)
+{
+    int entries;
+    int *order = cd_py_reducer_ints(object, count, &entries);
+    char *seen = order ? PyMem_Calloc((size_t)count + 1, 1) : NULL;
+    if (order && !seen)
+        PyErr_NoMemory();
+    for (int i = 0; seen && i < count && !PyErr_Occurred(); i++)
+        if (order[i] < 0 || order[i] >= count || seen[order[i]]++)
+            PyErr_SetString(PyExc_ValueError, "order must hold each parameter once");
+    PyMem_Free(seen);
+    if (!PyErr_Occurred())
+        return order;
+    PyMem_Free(order);
+    return NULL;
+}
+
 int cd_py_reducer_memory(PyObject *memory, int buckets, void ***out)
 {
     if (memory == Py_None)
@@ -107,20 +124,17 @@ static PyObject *assign_buckets(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *counts, *dtypes, *caps_object, *order_object = Py_None;
     if (!PyArg_ParseTuple(args, "OOO|O:assign_buckets", &counts, &dtypes, &caps_object, &order_object))
         return NULL;
-    int count = 0, entries = 0;
+    int count = 0;
     PyObject *answer = NULL, *caps_list = PySequence_Fast(caps_object, "caps must be a sequence of bytes");
     Py_ssize_t caps_count = caps_list ? PySequence_Fast_GET_SIZE(caps_list) : 0;
     size_t *caps = caps_list ? PyMem_Calloc((size_t)caps_count + 1, sizeof *caps) : NULL;
     cd_reducer_param *params = caps ? cd_py_reducer_params(counts, dtypes, CD_CPU, &count) : NULL;
-    int *order = params && order_object != Py_None ? cd_py_reducer_ints(order_object, count, &entries) : NULL;
+    int *order = params && order_object != Py_None ? cd_py_reducer_order(order_object, count) : NULL;
     int *bucket_of = params ? PyMem_Calloc((size_t)count + 1, sizeof *bucket_of) : NULL;
     if (!bucket_of || (order_object != Py_None && !order))
         goto undo_all;
     for (Py_ssize_t i = 0; i < caps_count; i++)
         caps[i] = PyLong_AsSize_t(PySequence_Fast_GET_ITEM(caps_list, i));
-    for (int i = 0; order && i < count; i++)
-        if ((order[i] < 0 || order[i] >= count || bucket_of[order[i]]++) && !PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "order must hold each parameter once");
     if (!PyErr_Occurred() && caps_count == 0)
         PyErr_SetString(PyExc_ValueError, "at least one cap is needed");
     if (PyErr_Occurred())

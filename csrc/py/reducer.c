@@ -1,4 +1,4 @@
-#include "py/reducer.h"
+#include "py/reducer_impl.h"
 
 #include "py/errors.h"
 #include "py/glue.h"
@@ -8,16 +8,6 @@
 
 #include <structmember.h>
 
-typedef struct {
-    PyObject_HEAD
-    cd_reducer *reducer;
-    cd_group *group;  /* borrowed from the reducer, which holds it */
-    PyObject *owner;  /* the Python object whose methods the hooks call, or NULL */
-    int count;
-    cd_step step;
-    char backward; /* hooks have called owner._begin_backward() for the backward pass that goes on */
-} reducer_object;
-
 /* Memory of a bucket with the buffer protocol; keeps the reducer alive. */
 typedef struct {
     PyObject_HEAD
@@ -26,25 +16,13 @@ typedef struct {
     Py_ssize_t bytes;
 } buffer_object;
 
-/* What torch calls as hook(parameter) when its gradient is complete. */
-typedef struct {
-    PyObject_HEAD
-    vectorcallfunc call;
-    reducer_object *reducer;
-    PyObject *view; /* of the gradient in its bucket */
-    PyObject *copy; /* its bound method copy_ */
-    PyObject *grad_name, *requires_grad_name; /* interned */
-    int index;
-    bool link;      /* parameter.grad becomes the view */
-} hook_object;
-
 static PyObject *raise(PyObject *self, cd_status status, const char *operation)
 {
     cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
     return state ? cd_py_raise_from(state, status, operation) : NULL;
 }
 
-static int create_reducer(reducer_object *self, cd_py_state *state, PyObject *group, const cd_reducer_spec *spec)
+static int create_reducer(cd_py_reducer *self, cd_py_state *state, PyObject *group, const cd_reducer_spec *spec)
 {
     cd_py_group *shell;
     int member = cd_py_group_get(state, group, "Reducer", &shell);
@@ -63,12 +41,12 @@ static int create_reducer(reducer_object *self, cd_py_state *state, PyObject *gr
 
 static int reducer_init(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"group", "counts", "dtypes", "bucket_of", "mode", "device", "memory", NULL};
-    reducer_object *self = (reducer_object *)object;
-    PyObject *group, *counts, *dtypes, *bucket_of, *memory = Py_None;
+    static char *names[] = {"group", "counts", "dtypes", "bucket_of", "mode", "device", "memory", "order", NULL};
+    cd_py_reducer *self = (cd_py_reducer *)object;
+    PyObject *group, *counts, *dtypes, *bucket_of, *memory = Py_None, *order = Py_None;
     const char *mode = "mean", *device = "cpu";
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|ssO:Reducer", names, &group, &counts, &dtypes, &bucket_of,
-                                     &mode, &device, &memory))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|ssOO:Reducer", names, &group, &counts, &dtypes, &bucket_of,
+                                     &mode, &device, &memory, &order))
         return -1;
     cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
     cd_reducer_spec spec = {0};
@@ -83,12 +61,14 @@ static int reducer_init(PyObject *object, PyObject *args, PyObject *kwargs)
     void **addresses = NULL;
     cd_reducer_param *params = cd_py_reducer_params(counts, dtypes, where, &spec.count);
     int *buckets = params ? cd_py_reducer_ints(bucket_of, spec.count, &entries) : NULL;
-    if (buckets) {
+    int *sequence = buckets && order != Py_None ? cd_py_reducer_order(order, spec.count) : NULL;
+    if (buckets && (sequence || order == Py_None)) {
         for (int i = 0; i < spec.count; i++)
             if (buckets[i] >= spec.buckets)
                 spec.buckets = buckets[i] < spec.count ? buckets[i] + 1 : spec.count;
         spec.params = params;
         spec.bucket_of = buckets;
+        spec.order = sequence;
         if (cd_py_reducer_memory(memory, spec.buckets, &addresses) == 0) {
             spec.memory = addresses;
             made = create_reducer(self, state, group, &spec);
@@ -96,6 +76,7 @@ static int reducer_init(PyObject *object, PyObject *args, PyObject *kwargs)
         self->count = spec.count;
     }
     PyMem_Free(addresses);
+    PyMem_Free(sequence);
     PyMem_Free(buckets);
     PyMem_Free(params);
     return made;
@@ -103,7 +84,7 @@ static int reducer_init(PyObject *object, PyObject *args, PyObject *kwargs)
 
 static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->owner);
     return 0;
@@ -111,14 +92,14 @@ static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
 
 static int reducer_clear(PyObject *object)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     Py_CLEAR(self->owner);
     return 0;
 }
 
 static void reducer_dealloc(PyObject *object)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
     reducer_clear(object);
@@ -141,38 +122,8 @@ static int buffer_get(PyObject *object, Py_buffer *view, int flags)
     return PyBuffer_FillInfo(view, object, self->memory, self->bytes, 0, flags);
 }
 
-static int hook_traverse(PyObject *object, visitproc visit, void *arg)
-{
-    hook_object *self = (hook_object *)object;
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT((PyObject *)self->reducer);
-    Py_VISIT(self->view);
-    Py_VISIT(self->copy);
-    return 0;
-}
-
-static int hook_clear(PyObject *object)
-{
-    hook_object *self = (hook_object *)object;
-    Py_CLEAR(self->reducer);
-    Py_CLEAR(self->view);
-    Py_CLEAR(self->copy);
-    Py_CLEAR(self->grad_name);
-    Py_CLEAR(self->requires_grad_name);
-    return 0;
-}
-
-static void hook_dealloc(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    PyObject_GC_UnTrack(object);
-    hook_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
-}
-
 /* Methods are of no use before __init__ succeeded. */
-static int check_made(reducer_object *self)
+static int check_made(cd_py_reducer *self)
 {
     if (self->reducer)
         return 0;
@@ -180,7 +131,7 @@ static int check_made(reducer_object *self)
     return -1;
 }
 
-static int read_index(reducer_object *self, PyObject *object, int *index_p)
+int cd_py_reducer_index(cd_py_reducer *self, PyObject *object, int *index_p)
 {
     long index = PyLong_AsLong(object);
     if (index == -1 && PyErr_Occurred())
@@ -197,7 +148,7 @@ static int read_index(reducer_object *self, PyObject *object, int *index_p)
 
 static PyObject *reducer_bucket(PyObject *object, PyObject *number)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     long k = PyLong_AsLong(number);
     if ((k == -1 && PyErr_Occurred()) || check_made(self) < 0)
         return NULL;
@@ -216,9 +167,9 @@ static PyObject *reducer_bucket(PyObject *object, PyObject *number)
 
 static PyObject *reducer_offset(PyObject *object, PyObject *number)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     int index;
-    if (read_index(self, number, &index) < 0)
+    if (cd_py_reducer_index(self, number, &index) < 0)
         return NULL;
     size_t offset;
     int bucket = cd_reducer_place(self->reducer, index, &offset);
@@ -227,7 +178,7 @@ static PyObject *reducer_offset(PyObject *object, PyObject *number)
 
 static PyObject *reducer_begin(PyObject *object, PyObject *step)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     long value = PyLong_AsLong(step);
     if ((value == -1 && PyErr_Occurred()) || check_made(self) < 0)
         return NULL;
@@ -240,11 +191,12 @@ static PyObject *reducer_begin(PyObject *object, PyObject *step)
     if (status != CD_OK)
         return raise(object, status, "gradient reduction");
     self->step = (cd_step)value;
+    self->linked = 0;
     Py_RETURN_NONE;
 }
 
 /* Calls owner._twice(index), which raises with the parameter's name. */
-static PyObject *raise_twice(reducer_object *self, int index)
+static PyObject *raise_twice(cd_py_reducer *self, int index)
 {
     if (!self->owner)
         return raise((PyObject *)self, CD_BAD_ARGUMENT, NULL);
@@ -255,7 +207,7 @@ static PyObject *raise_twice(reducer_object *self, int index)
     return NULL;
 }
 
-static PyObject *mark_ready(reducer_object *self, int index)
+PyObject *cd_py_reducer_mark(cd_py_reducer *self, int index)
 {
     cd_status status = cd_reducer_ready(self->reducer, index);
     if (cd_unlikely(status == CD_BAD_ARGUMENT))
@@ -270,28 +222,28 @@ static PyObject *mark_ready(reducer_object *self, int index)
 static PyObject *reducer_ready(PyObject *object, PyObject *number)
 {
     int index;
-    if (read_index((reducer_object *)object, number, &index) < 0)
+    if (cd_py_reducer_index((cd_py_reducer *)object, number, &index) < 0)
         return NULL;
-    return mark_ready((reducer_object *)object, index);
+    return cd_py_reducer_mark((cd_py_reducer *)object, index);
 }
 
 static PyObject *reducer_seen(PyObject *object, PyObject *number)
 {
     int index;
-    if (read_index((reducer_object *)object, number, &index) < 0)
+    if (cd_py_reducer_index((cd_py_reducer *)object, number, &index) < 0)
         return NULL;
-    return PyLong_FromLong(cd_reducer_seen(((reducer_object *)object)->reducer, index));
+    return PyLong_FromLong(cd_reducer_seen(((cd_py_reducer *)object)->reducer, index));
 }
 
 static PyObject *reducer_next_full(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     return check_made(self) < 0 ? NULL : PyLong_FromLong(cd_reducer_next_full(self->reducer));
 }
 
 static PyObject *reducer_fill(PyObject *object, PyObject *expected)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     int truth = PyObject_IsTrue(expected), filled;
     if (truth < 0 || check_made(self) < 0)
         return NULL;
@@ -301,7 +253,7 @@ static PyObject *reducer_fill(PyObject *object, PyObject *expected)
 
 static PyObject *reducer_finish(PyObject *object, PyObject *expected)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     int truth = PyObject_IsTrue(expected);
     if (truth < 0 || check_made(self) < 0)
         return NULL;
@@ -318,7 +270,7 @@ static PyObject *reducer_finish(PyObject *object, PyObject *expected)
 
 static PyObject *reducer_missing(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     if (check_made(self) < 0)
         return NULL;
     Py_ssize_t bytes = (Py_ssize_t)self->count * cd_group_size(self->group);
@@ -338,7 +290,7 @@ static PyObject *reducer_missing(PyObject *object, PyObject *Py_UNUSED(none))
 
 static PyObject *reducer_ready_order(PyObject *object, PyObject *Py_UNUSED(none))
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     if (check_made(self) < 0)
         return NULL;
     int count;
@@ -358,28 +310,28 @@ static PyObject *reducer_ready_order(PyObject *object, PyObject *Py_UNUSED(none)
 static PyObject *reducer_set_divisor(PyObject *object, PyObject *value)
 {
     double divisor = PyFloat_AsDouble(value);
-    if (PyErr_Occurred() || check_made((reducer_object *)object) < 0)
+    if (PyErr_Occurred() || check_made((cd_py_reducer *)object) < 0)
         return NULL;
     if (!(divisor > 0)) {
         PyErr_SetString(PyExc_ValueError, "the divisor must be positive");
         return NULL;
     }
-    cd_reducer_set_divisor(((reducer_object *)object)->reducer, divisor);
+    cd_reducer_set_divisor(((cd_py_reducer *)object)->reducer, divisor);
     Py_RETURN_NONE;
 }
 
 static PyObject *reducer_set_scale(PyObject *object, PyObject *value)
 {
     double scale = PyFloat_AsDouble(value);
-    if (PyErr_Occurred() || check_made((reducer_object *)object) < 0)
+    if (PyErr_Occurred() || check_made((cd_py_reducer *)object) < 0)
         return NULL;
-    cd_reducer_set_scale(((reducer_object *)object)->reducer, scale);
+    cd_reducer_set_scale(((cd_py_reducer *)object)->reducer, scale);
     Py_RETURN_NONE;
 }
 
 static PyObject *reducer_set_uses(PyObject *object, PyObject *uses)
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     int count;
     if (check_made(self) < 0)
         return NULL;
@@ -394,15 +346,15 @@ static PyObject *reducer_set_uses(PyObject *object, PyObject *uses)
 static PyObject *reducer_set_stream(PyObject *object, PyObject *stream)
 {
     void *address = PyLong_AsVoidPtr(stream);
-    if (PyErr_Occurred() || check_made((reducer_object *)object) < 0)
+    if (PyErr_Occurred() || check_made((cd_py_reducer *)object) < 0)
         return NULL;
-    cd_reducer_set_stream(((reducer_object *)object)->reducer, address);
+    cd_reducer_set_stream(((cd_py_reducer *)object)->reducer, address);
     Py_RETURN_NONE;
 }
 
 static PyObject *reducer_launched(PyObject *object, void *Py_UNUSED(closure))
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     if (check_made(self) < 0)
         return NULL;
     uint64_t buckets, bytes;
@@ -412,7 +364,7 @@ static PyObject *reducer_launched(PyObject *object, void *Py_UNUSED(closure))
 
 static PyObject *reducer_unready(PyObject *object, void *Py_UNUSED(closure))
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     if (check_made(self) < 0)
         return NULL;
     int ready;
@@ -422,83 +374,8 @@ static PyObject *reducer_unready(PyObject *object, void *Py_UNUSED(closure))
 
 static PyObject *reducer_buckets(PyObject *object, void *Py_UNUSED(closure))
 {
-    reducer_object *self = (reducer_object *)object;
+    cd_py_reducer *self = (cd_py_reducer *)object;
     return check_made(self) < 0 ? NULL : PyLong_FromLong(cd_reducer_buckets(self->reducer));
-}
-
-/* backward(create_graph=True) gives gradients that have a graph themselves: the bucket must not join it. Steals `grad`. */
-static PyObject *without_graph(const hook_object *self, PyObject *grad)
-{
-    PyObject *needs = PyObject_GetAttr(grad, self->requires_grad_name);
-    if (needs == Py_True)
-        Py_SETREF(grad, PyObject_CallMethod(grad, "detach", NULL));
-    else if (!needs)
-        Py_CLEAR(grad);
-    Py_XDECREF(needs);
-    return grad;
-}
-
-/* The gradient goes to its place in the bucket unless it is there already. */
-static int place_gradient(hook_object *self, PyObject *param)
-{
-    PyObject *grad = PyObject_GetAttr(param, self->grad_name);
-    if (!grad)
-        return -1;
-    int failed = 0;
-    if (grad != self->view && grad != Py_None) {
-        grad = without_graph(self, grad);
-        PyObject *copied = grad ? PyObject_CallOneArg(self->copy, grad) : NULL;
-        failed = !copied || (self->link && PyObject_SetAttr(param, self->grad_name, self->view) < 0);
-        Py_XDECREF(copied);
-    }
-    Py_XDECREF(grad);
-    return failed ? -1 : 0;
-}
-
-static PyObject *hook_call(PyObject *object, PyObject *const *args, size_t nargs, PyObject *names)
-{
-    hook_object *self = (hook_object *)object;
-    reducer_object *reducer = self->reducer;
-    if (PyVectorcall_NARGS(nargs) != 1 || names || !reducer)
-        return PyErr_Format(PyExc_TypeError, "a gradient hook takes one parameter");
-    if (!reducer->backward) {
-        PyObject *begun = reducer->owner ? PyObject_CallMethod(reducer->owner, "_begin_backward", NULL) : NULL;
-        if (!begun)
-            return NULL;
-        int go = PyObject_IsTrue(begun);
-        Py_DECREF(begun);
-        if (go < 1)
-            return go < 0 ? NULL : Py_NewRef(Py_None);
-    }
-    if (reducer->step != CD_STEP_LOCAL && place_gradient(self, args[0]) < 0)
-        return NULL;
-    return mark_ready(reducer, self->index);
-}
-
-static PyObject *reducer_hook(PyObject *object, PyObject *args)
-{
-    reducer_object *self = (reducer_object *)object;
-    PyObject *number, *view;
-    int link, index;
-    if (!PyArg_ParseTuple(args, "OOp:hook", &number, &view, &link) || read_index(self, number, &index) < 0)
-        return NULL;
-    cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
-    PyObject *copy = state ? PyObject_GetAttrString(view, "copy_") : NULL;
-    hook_object *hook = copy ? PyObject_GC_New(hook_object, (PyTypeObject *)state->gradient_hook_type) : NULL;
-    if (!hook) {
-        Py_XDECREF(copy);
-        return NULL;
-    }
-    hook->call = hook_call;
-    hook->copy = copy;
-    hook->grad_name = Py_NewRef(state->grad_name);
-    hook->requires_grad_name = Py_NewRef(state->requires_grad_name);
-    hook->reducer = (reducer_object *)Py_NewRef(object);
-    hook->view = Py_NewRef(view);
-    hook->index = index;
-    hook->link = link != 0;
-    PyObject_GC_Track(hook);
-    return (PyObject *)hook;
 }
 
 /* ---- types ---- */
@@ -518,7 +395,8 @@ static PyMethodDef reducer_methods[] = {
     {"set_scale", reducer_set_scale, METH_O, "Multiplies this rank's gradients before the sum."},
     {"set_uses", reducer_set_uses, METH_O, "How often each gradient is marked in a step before it counts."},
     {"set_stream", reducer_set_stream, METH_O, "The CUDA stream that computes the gradients."},
-    {"hook", reducer_hook, METH_VARARGS, "hook(i, view, link): callable(parameter) that places and marks gradient i."},
+    {"hook", cd_py_reducer_hook, METH_VARARGS, "hook(i, view, link, direct): callable(parameter) that places and marks gradient i. `link`: its grad becomes the view; "
+     "`direct`: a tensor in this process's memory."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -530,14 +408,10 @@ static PyGetSetDef reducer_getset[] = {
 };
 
 static PyMemberDef reducer_members[] = {
-    {"owner", T_OBJECT, offsetof(reducer_object, owner), 0, "Object with _begin_backward, _hand_out and _twice."},
-    {"backward", T_BOOL, offsetof(reducer_object, backward), 0, "A backward pass goes on: hooks do not announce it."},
-    {"step", T_INT, offsetof(reducer_object, step), READONLY, "Kind of the step: 0 local, 1 reduce, 2 hand out."},
-    {NULL, 0, 0, 0, NULL},
-};
-
-static PyMemberDef hook_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(hook_object, call), READONLY, NULL},
+    {"owner", T_OBJECT, offsetof(cd_py_reducer, owner), 0, "Object with _begin_backward, _hand_out and _twice."},
+    {"backward", T_BOOL, offsetof(cd_py_reducer, backward), 0, "A backward pass goes on: hooks do not announce it."},
+    {"linked", T_INT, offsetof(cd_py_reducer, linked), READONLY, "Gradients that hooks made views since begin."},
+    {"step", T_INT, offsetof(cd_py_reducer, step), READONLY, "Kind of the step: 0 local, 1 reduce, 2 hand out."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -561,20 +435,10 @@ static PyType_Slot buffer_slots[] = {
     {0, NULL},
 };
 
-static PyType_Slot hook_slots[] = {
-    {Py_tp_dealloc, hook_dealloc},   {Py_tp_traverse, hook_traverse},     {Py_tp_clear, hook_clear},
-    {Py_tp_members, hook_members},   {Py_tp_call, PyVectorcall_Call},     {0, NULL},
-};
-
-static PyType_Spec reducer_spec = {"cdist._core.Reducer", sizeof(reducer_object), 0,
+static PyType_Spec reducer_spec = {"cdist._core.Reducer", sizeof(cd_py_reducer), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, reducer_slots};
 static PyType_Spec buffer_spec = {"cdist._core.BucketBuffer", sizeof(buffer_object), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, buffer_slots};
-static PyType_Spec hook_spec = {"cdist._core.GradientHook", sizeof(hook_object), 0,
-                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-                                    Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                hook_slots};
-
 int cd_py_reducer_add(PyObject *module)
 {
     cd_py_state *state = cd_py_state_of(module);
@@ -582,10 +446,7 @@ int cd_py_reducer_add(PyObject *module)
     if (!state->reducer_type || PyModule_AddType(module, (PyTypeObject *)state->reducer_type) < 0)
         return -1;
     state->bucket_buffer_type = PyType_FromModuleAndSpec(module, &buffer_spec, NULL);
-    state->gradient_hook_type = PyType_FromModuleAndSpec(module, &hook_spec, NULL);
-    state->grad_name = PyUnicode_InternFromString("grad");
-    state->requires_grad_name = PyUnicode_InternFromString("requires_grad");
-    if (!state->bucket_buffer_type || !state->gradient_hook_type || !state->grad_name || !state->requires_grad_name)
+    if (!state->bucket_buffer_type || cd_py_hook_add(module) < 0)
         return -1;
     return cd_py_buckets_add(module);
 }

@@ -16,6 +16,8 @@ cd_reducer_param *cd_py_reducer_params(PyObject *counts, PyObject *dtypes, cd_de
 /* A sequence of ints → a new array, to be freed by PyMem_Free; NULL with an exception. `expected` < 0: any
  * length. */
 int *cd_py_reducer_ints(PyObject *object, int expected, int *count_p);
+/* A sequence that holds each of 0…count − 1 once → a new array, to be freed by PyMem_Free; NULL with an exception. */
+int *cd_py_reducer_order(PyObject *object, int count);
 /* Addresses of bucket memory as Python ints → a new array in *out, to be freed by PyMem_Free; it stays
  * NULL for None. 0, or −1 with an exception. */
 int cd_py_reducer_memory(PyObject *memory, int buckets, void ***out);

@@ -30,7 +30,10 @@
     X(bucket_buffer_type)                                                               \
     X(gradient_hook_type)                                                               \
     X(grad_name)          /* "grad" */                                                  \
-    X(requires_grad_name) /* "requires_grad" */
+    X(requires_grad_name) /* "requires_grad" */                                         \
+    X(dtype_name)         /* "dtype" */                                                 \
+    X(is_contiguous_name) /* "is_contiguous" */                                         \
+    X(data_ptr_name)      /* "data_ptr" */
 
 typedef struct {
 #define X(name) PyObject *name;

@@ -11,8 +11,9 @@ enum { MAX_RANKS = 4, MAX_LOG = 64 };
 typedef struct {
     pthread_barrier_t barrier;
     int ranks;
+    const char *transport;
     const cd_op *ops[MAX_RANKS];
-    float sum[4096];
+    float sum[1 << 20];
 } hub;
 
 struct cd_group {
@@ -37,7 +38,7 @@ static void meet(cd_group *g, const cd_op *op)
         for (int r = 0; r < h->ranks; r++)
             memcpy((char *)op->out.list->data + (size_t)r * op->count, h->ops[r]->in.list->data, op->count);
     } else if (g->rank == 0) {
-        CHECK(op->count <= 4096);
+        CHECK(op->count <= 1 << 20);
         for (size_t i = 0; i < op->count; i++) {
             float sum = 0;
             for (int r = 0; r < h->ranks; r++)
@@ -75,6 +76,7 @@ void cd_group_release(cd_group *g) { (void)g; }
 int cd_group_size(const cd_group *g) { return g->hub->ranks; }
 uint64_t cd_group_timeout_ns(const cd_group *g) { (void)g; return 5; }
 cd_world *cd_group_world(cd_group *g) { (void)g; return 0; }
+const char *cd_group_transport(const cd_group *g) { return g->hub->transport; }
 cd_arena *cd_world_arena(cd_world *w) { (void)w; return 0; }
 cd_status cd_arena_alloc(cd_arena *a, size_t bytes, void **out) { (void)a; (void)bytes; (void)out; return CD_NO_MEMORY; }
 void cd_arena_release(cd_arena *a, void *block) { (void)a; (void)block; }
@@ -109,7 +111,7 @@ static cd_reducer *make_reducer(cd_group *g, cd_reduce_mode mode)
     cd_reducer_param params[5];
     for (int i = 0; i < 5; i++)
         params[i] = (cd_reducer_param){(size_t)i + 1, CD_FLOAT32, CD_CPU};
-    cd_reducer_spec spec = {params, 5, bucket_of, 3, mode, 0};
+    cd_reducer_spec spec = {params, 5, bucket_of, 3, mode, 0, 0};
     cd_reducer *r;
     CHECK_OK(cd_reducer_create(g, &spec, &r));
     return r;
@@ -128,9 +130,10 @@ static void check_value(cd_reducer *r, int param, float value)
         CHECK(fabsf(((float *)cd_reducer_view(r, param))[i] - value) < 1e-6f);
 }
 
-static void run_on_ranks(int ranks, void (*body)(cd_group *))
+static void run_over(const char *transport, int ranks, void (*body)(cd_group *))
 {
-    hub h = {.ranks = ranks};
+    static hub h;
+    h = (hub){.ranks = ranks, .transport = transport};
     pthread_barrier_init(&h.barrier, 0, (unsigned)ranks);
     cd_group groups[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
@@ -141,6 +144,11 @@ static void run_on_ranks(int ranks, void (*body)(cd_group *))
     for (int r = 0; r < ranks; r++)
         pthread_join(threads[r], 0);
     pthread_barrier_destroy(&h.barrier);
+}
+
+static void run_on_ranks(int ranks, void (*body)(cd_group *))
+{
+    run_over("tcp", ranks, body);
 }
 
 /* Gradients come in a different order on each rank; buckets are launched 0, 1, 2 all the same. */
@@ -279,10 +287,10 @@ static void body_errors(cd_group *g)
 
     cd_reducer_param integer = {1, CD_INT32, CD_CPU}, real = {1, CD_FLOAT32, CD_CPU};
     int zero = 0, one = 1;
-    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&integer, 1, &zero, 1, CD_REDUCE_MEAN, 0}, &r), CD_BAD_TYPE);
-    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&real, 1, &one, 1, CD_REDUCE_MEAN, 0}, &r), CD_BAD_ARGUMENT);
-    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&real, 1, &one, 2, CD_REDUCE_MEAN, 0}, &r), CD_BAD_ARGUMENT);
-    CHECK_OK(cd_reducer_create(g, &(cd_reducer_spec){0, 0, 0, 0, CD_REDUCE_MEAN, 0}, &r));
+    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&integer, 1, &zero, 1, CD_REDUCE_MEAN, 0, 0}, &r), CD_BAD_TYPE);
+    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&real, 1, &one, 1, CD_REDUCE_MEAN, 0, 0}, &r), CD_BAD_ARGUMENT);
+    CHECK_FAILS(cd_reducer_create(g, &(cd_reducer_spec){&real, 1, &one, 2, CD_REDUCE_MEAN, 0, 0}, &r), CD_BAD_ARGUMENT);
+    CHECK_OK(cd_reducer_create(g, &(cd_reducer_spec){0, 0, 0, 0, CD_REDUCE_MEAN, 0, 0}, &r));
     CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
     CHECK_OK(cd_reducer_finish(r, false, &patience));
     cd_reducer_free(r);
@@ -314,7 +322,7 @@ static void body_threads(cd_group *g)
         buckets[i] = i / 5;
     }
     cd_reducer *r;
-    CHECK_OK(cd_reducer_create(g, &(cd_reducer_spec){params, 64, buckets, 13, CD_REDUCE_SUM, 0}, &r));
+    CHECK_OK(cd_reducer_create(g, &(cd_reducer_spec){params, 64, buckets, 13, CD_REDUCE_SUM, 0, 0}, &r));
     for (int step = 0; step < 100; step++) {
         CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
         pthread_t threads[4];
@@ -333,6 +341,42 @@ static void body_threads(cd_group *g)
     cd_reducer_free(r);
 }
 
+/* In shared memory a bucket goes in pieces of 1 MiB, in the given order; the flag is with its last piece. */
+static void body_pieces(cd_group *g)
+{
+    enum { MIB = 1 << 18 };
+    cd_patience patience = {.deadline = CD_NEVER};
+    cd_reducer_param params[4] = {{3, CD_FLOAT32, CD_CPU}, {MIB, CD_FLOAT32, CD_CPU}, {MIB - 1, CD_FLOAT32, CD_CPU},
+                                  {5, CD_FLOAT32, CD_CPU}};
+    const int buckets[4] = {1, 0, 0, 0}, order[4] = {2, 3, 1, 0};
+    cd_reducer *r;
+    CHECK_OK(cd_reducer_create(g, &(cd_reducer_spec){params, 4, buckets, 2, CD_REDUCE_SUM, 0, order}, &r));
+    bool cuts = strcmp(g->hub->transport, "shm") == 0;
+    size_t offset;
+    CHECK(cd_reducer_place(r, 1, &offset) == 0 && offset == (MIB + 4) * sizeof(float));
+    for (int step = 0; step < 2; step++) {
+        CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+        int before = g->issued;
+        ((float *)cd_reducer_view(r, 2))[MIB - 2] = 1.0f;
+        CHECK_OK(cd_reducer_ready(r, 2));
+        CHECK(g->issued == before);
+        CHECK_OK(cd_reducer_ready(r, 3));
+        CHECK(g->issued == before + cuts);
+        ((float *)cd_reducer_view(r, 1))[0] = 2.0f;
+        if (step == 0 || g->rank)
+            CHECK_OK(cd_reducer_ready(r, 1));
+        CHECK_OK(cd_reducer_ready(r, 0));
+        CHECK(cd_reducer_finish(r, false, &patience) == (step == 0 ? CD_OK : CD_BAD_ARGUMENT));
+        CHECK(g->issued == before + 2 + cuts && g->counts[g->issued - 1] == 3 + 1);
+        CHECK(g->counts[before] == (cuts ? MIB + 4 : 2 * MIB + 5) && (!cuts || g->counts[before + 1] == MIB + 1));
+        CHECK(((float *)cd_reducer_view(r, 2))[MIB - 2] == (float)g->hub->ranks);
+    }
+    uint64_t sent, bytes;
+    cd_reducer_launched(r, &sent, &bytes);
+    CHECK(sent == 4 && bytes == 2 * (2 * MIB + 7) * sizeof(float));
+    cd_reducer_free(r);
+}
+
 int main(void)
 {
     for (int ranks = 1; ranks <= 4; ranks++) {
@@ -341,6 +385,8 @@ int main(void)
         if (ranks > 1)
             run_on_ranks(ranks, body_missing);
         run_on_ranks(ranks, body_threads);
+        run_on_ranks(ranks, body_pieces);
+        run_over("shm", ranks, body_pieces);
     }
     run_on_ranks(1, body_steps);
     run_on_ranks(1, body_errors);

@@ -105,6 +105,7 @@ class Synchronizer:
             "mean" if self.reduce == "mean" else "sum",
             self.device,
             memory,
+            order,
         )
         self.reducer.owner = self
         if self.divisor is not None:

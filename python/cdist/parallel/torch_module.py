@@ -33,6 +33,7 @@ from cdist.parallel.torch_parts import (
     all_reduce_max,
     broadcast_tensors,
     bucket_tensors,
+    buffers_of,
     name_of,
     reached_parameters,
     to_device,
@@ -236,8 +237,8 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
     def _hang_hooks(self):
         reducer = self._sync.reducer
         members = [[] for _ in range(reducer.buckets)]
-        for index, bucket in enumerate(self._sync.bucket_of):
-            members[bucket].append(index)
+        for index in self._sync.order:
+            members[self._sync.bucket_of[index]].append(index)
         self._members = members
         dtypes = [self._params[inside[0]].dtype for inside in members]
         self._bucket_tensors = bucket_tensors(reducer, dtypes, self._memory)
@@ -246,7 +247,8 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
             bucket, offset = reducer.place(index)
             start = offset // p.element_size()
             self._views.append(view_like(self._bucket_tensors[bucket][start : start + p.numel()], p.detach()))
-            hook = reducer.hook(index, self._views[index], self.gradient_as_bucket_view)
+            on_cpu = p.device.type == "cpu"
+            hook = reducer.hook(index, self._views[index], self.gradient_as_bucket_view, on_cpu)
             self._hook_handles.append(p.register_post_accumulate_grad_hook(hook))
 
     def _remove_autograd_hooks(self):
@@ -278,8 +280,7 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         self._announce()
         if grad and self.require_backward_grad_sync and self._sync.wants_replan() and self._may_replan():
             self._replan()
-        if self.will_sync_module_buffers():
-            self._sync_buffers()
+        self._sync_buffers()
         if self.device_ids:
             inputs, kwargs = to_device(inputs, self.device_ids[0]), to_device(kwargs, self.device_ids[0])
         output = self.module(*inputs, **kwargs)
@@ -350,43 +351,46 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         if reducer.unready:
             _unfit.add(self)  # another backward pass may bring the rest
             return
-        self._finish(self._given())
+        self._finish()
 
     def _given(self):
         """Which parameters have a gradient on this rank."""
         return [p.grad is not None for p in self._params]
 
-    def _finish(self, given):
-        """Wait for all buckets and give each parameter its gradient."""
+    def _finish(self, given=None):
+        """Wait for all buckets and give each parameter its gradient. `given`: which have one; None: see for yourself."""
         self._open = False
         _unfit.discard(self)
-        if self._sync.reducer.step == HAND_OUT:
+        reducer = self._sync.reducer
+        if reducer.step == HAND_OUT:
             self._finish_hooks()
         else:
             self._sync.finish()
         if self.static_graph:
             given = self._static_given
         elif self.find_unused_parameters:
-            given = all_reduce_max(given, self.process_group)
-        self._hand_back(given)
+            given = all_reduce_max(self._given(), self.process_group)
+        if given is not None or reducer.linked < len(self._params):
+            self._hand_back(given)
         for p in self._delayed:
             if p.grad is not None:
                 cdist.all_reduce(p.grad, op=cdist.ReduceOp.AVG, group=self.process_group)
 
     def _hand_back(self, given):
         targets, sources = [], []
-        with torch.no_grad():
-            for p, view, has in zip(self._params, self._views, given, strict=True):
-                if not has or p.grad is view:
-                    continue
-                if self.gradient_as_bucket_view:
-                    p.grad = view
-                elif p.grad is None:
-                    p.grad = view.clone()
-                else:
-                    targets.append(p.grad.detach() if p.grad.requires_grad else p.grad)
-                    sources.append(view)
-            if targets:
+        for index, p in enumerate(self._params):
+            grad, view = p.grad, self._views[index]
+            if grad is view or not (grad is not None if given is None else given[index]):
+                continue
+            if self.gradient_as_bucket_view:
+                p.grad = view
+            elif grad is None:
+                p.grad = view.clone()
+            else:
+                targets.append(grad.detach() if grad.requires_grad else grad)
+                sources.append(view)
+        if targets:
+            with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
 
     def _finish_counting(self):
@@ -424,17 +428,21 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
     # ---- buffers and state
 
     def _buffers_to_sync(self):
-        return [
-            b
-            for name, b in self.module.named_buffers()
-            if name not in self.parameters_to_ignore and b is not None
-        ]
+        if not self.parameters_to_ignore:
+            return buffers_of(self.module)
+        named = self.module.named_buffers()
+        return [b for name, b in named if name not in self.parameters_to_ignore]
 
     def will_sync_module_buffers(self):
         """Whether the next forward broadcasts buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_to_sync())
 
     def _sync_buffers(self):
+        if not (self.require_forward_param_sync and self.forward_sync_buffers):
+            return
+        buffers = self._buffers_to_sync()
+        if not buffers:
+            return
         if self._buffer_hook is not None:
             state, hook = self._buffer_hook
             names = dict(self.module.named_buffers())
@@ -445,7 +453,7 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         source = 0
         if self._join_config.enable:
             source = self._highest(cdist.get_rank(self.process_group))
-        broadcast_tensors(self._buffers_to_sync(), self.process_group, source)
+        broadcast_tensors(buffers, self.process_group, source)
 
     def _highest(self, rank):
         highest = np.array([rank], np.int64)

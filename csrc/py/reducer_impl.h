@@ -1,0 +1,26 @@
+/* What the Reducer and its gradient hooks share. */
+#ifndef CD_PY_REDUCER_IMPL_H
+#define CD_PY_REDUCER_IMPL_H
+
+#include "py/reducer.h"
+
+typedef struct {
+    PyObject_HEAD
+    cd_reducer *reducer;
+    cd_group *group;  /* borrowed from the reducer, which holds it */
+    PyObject *owner;  /* the Python object whose methods the hooks call, or NULL */
+    int count;
+    cd_step step;
+    char backward; /* hooks have called owner._begin_backward() for the backward pass that goes on */
+    int linked;    /* gradients that hooks have made views of their buckets since begin */
+} cd_py_reducer;
+
+/* Reads the number of a gradient; −1 with IndexError, TypeError or (not initialised) RuntimeError. */
+int cd_py_reducer_index(cd_py_reducer *self, PyObject *object, int *index_p);
+/* Gradient `index` is ready: None, or NULL with an exception. */
+PyObject *cd_py_reducer_mark(cd_py_reducer *self, int index);
+/* Reducer.hook (hook.c). */
+PyObject *cd_py_reducer_hook(PyObject *object, PyObject *args);
+int cd_py_hook_add(PyObject *module);
+
+#endif
