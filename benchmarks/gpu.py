@@ -6,7 +6,10 @@ Writes gpu.json and gpu.txt. Every figure is the median over rounds; times of a 
 """
 
 import argparse
+import contextlib
+import copy
 import ctypes
+import itertools
 import json
 import os
 import socket
@@ -122,8 +125,21 @@ class Rank:
                     torch.cuda.synchronize()
                     times.append((time.perf_counter_ns() - start) / 1e3)
                 latency[name].append(statistics.median(times))
+        self.time_driver(x)
         self.results["host_us"] = {name: statistics.median(v) for name, v in host.items()}
         self.results["latency_4B_us"] = {name: statistics.median(v) for name, v in latency.items()}
+
+    def time_driver(self, x):
+        """Host time of the driver's calls that an operation can need."""
+        if not self.raw:
+            return
+        names = ["CtxGetCurrent", "PointerAttribute", "IsCapturing", "EventRecord", "StreamWaitEvent"]
+        names += ["EventQuery", "EventCreate"]
+        out = (ctypes.c_double * len(names))()
+        stream = self.torch.cuda.Stream()
+        data, handle = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(stream.cuda_stream)
+        if self.raw.raw_driver_ns(data, handle, out) == 0:
+            self.results["driver_us"] = {name: ns / 1e3 for name, ns in zip(names, out, strict=True)}
 
     def big(self):
         """Bus bandwidth at 256 MiB and 16 MiB."""
@@ -185,52 +201,91 @@ class Rank:
             ),
         }
 
-    def step_ms(self, model, optimizer, x, loss, steps):
+    def step_ms(self, model, optimizer, x, loss, steps, context=contextlib.nullcontext, after=None):
+        """Milliseconds of steps: until all is done, and of the host in forward, backward and optimizer."""
         torch = self.torch
         times = []
         for _ in range(steps):
             torch.cuda.synchronize()
-            start = time.perf_counter_ns()
-            with torch.autocast("cuda", torch.bfloat16):
-                value = loss(model, x)
-            value.backward()
+            marks = [time.perf_counter_ns()]
+            with context():
+                with torch.autocast("cuda", torch.bfloat16):
+                    value = loss(model, x)
+                marks.append(time.perf_counter_ns())
+                value.backward()
+            if after:
+                after()
+            marks.append(time.perf_counter_ns())
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
+            marks.append(time.perf_counter_ns())
             torch.cuda.synchronize()
-            times.append((time.perf_counter_ns() - start) / 1e6)
+            marks.append(time.perf_counter_ns())
+            parts = [marks[-1] - marks[0], *(b - a for a, b in itertools.pairwise(marks))]
+            times.append([part / 1e6 for part in parts])
         return times
 
+    def wraps(self):
+        """Name → (a function that wraps a model, the context of its steps by model, what follows backward).
+
+        `lockstep`: no gradients are sent, but the ranks wait for each other. `alone`: each rank is a group of
+        its own, so that hooks, buckets and launches cost what they cost, and no rank waits. `quiet`: no_sync.
+        """
+        torch, dist, cdist = self.torch, self.dist, self.cdist
+        if not hasattr(self, "own"):
+            theirs = [dist.new_group([r]) for r in range(self.world)]
+            self.own = theirs[self.rank], cdist.new_group([self.rank])
+            self.word = torch.zeros(1, device="cuda")
+
+        def of(library, **options):
+            return lambda m: library(m, device_ids=[self.rank], gradient_as_bucket_view=True, **options)
+
+        theirs, ours = torch.nn.parallel.DistributedDataParallel, cdist.parallel.DistributedDataParallel
+        return {
+            "local": (lambda m: m, False, None),
+            "torch": (of(theirs), False, None),
+            "cdist": (of(ours), False, None),
+            "lockstep": (lambda m: m, False, lambda: dist.all_reduce(self.word)),
+            "torch alone": (of(theirs, process_group=self.own[0]), False, None),
+            "cdist alone": (of(ours, process_group=self.own[1]), False, None),
+            "torch quiet": (of(theirs), True, None),
+            "cdist quiet": (of(ours), True, None),
+        }
+
     def ddp(self):
-        """Step time without communication, with torch DDP, with cdist DDP."""
+        """Step time without communication, with torch DDP, with cdist DDP, and what it consists of."""
         torch = self.torch
         for name, (make, inputs, loss) in self.models().items():
             try:
                 torch.manual_seed(0)
                 base = make().cuda()
-                wraps = {
-                    "local": lambda m: m,
-                    "torch": lambda m: torch.nn.parallel.DistributedDataParallel(
-                        m, device_ids=[self.rank], gradient_as_bucket_view=True
-                    ),
-                    "cdist": lambda m: self.cdist.parallel.DistributedDataParallel(
-                        m, device_ids=[self.rank], gradient_as_bucket_view=True
-                    ),
-                }
-                import copy
-
                 runs = {}
-                for kind, wrap in wraps.items():
+                for kind, (wrap, quiet, after) in self.wraps().items():
                     model = wrap(copy.deepcopy(base))
-                    runs[kind] = (model, torch.optim.SGD(model.parameters(), 1e-4, foreach=True))
+                    context = model.no_sync if quiet else contextlib.nullcontext
+                    optimizer = torch.optim.SGD(model.parameters(), 1e-4, foreach=True)
+                    runs[kind] = (model, optimizer, context, after)
                 x, times = inputs(), {kind: [] for kind in runs}
-                for model, optimizer in runs.values():
-                    self.step_ms(model, optimizer, x, loss, 6)
+                for model, optimizer, context, after in runs.values():
+                    self.step_ms(model, optimizer, x, loss, 6, context, after)
                 for _ in range(5):
-                    for kind, (model, optimizer) in runs.items():
+                    for kind, (model, optimizer, context, after) in runs.items():
                         self.dist.barrier()
-                        times[kind] += self.step_ms(model, optimizer, x, loss, 5)
-                self.results[f"step_ms {name}"] = {kind: statistics.median(v) for kind, v in times.items()}
-                del runs, base
+                        times[kind] += self.step_ms(model, optimizer, x, loss, 5, context, after)
+                medians = {
+                    kind: [statistics.median(part) for part in zip(*v, strict=True)]
+                    for kind, v in times.items()
+                }
+                self.results[f"step_ms {name}"] = {kind: v[0] for kind, v in medians.items()}
+                self.results[f"host_ms {name} (forward backward optimizer, then until done)"] = {
+                    kind: " ".join(f"{part:8.3f}" for part in v[1:]) for kind, v in medians.items()
+                }
+                ours = runs["cdist"][0]._sync
+                self.results[f"buckets_MiB {name}"] = {
+                    "parameters": float(len(ours.gradients)),
+                    **{str(k): size / 2**20 for k, size in enumerate(ours.bucket_bytes)},
+                }
+                del runs, base, ours
                 torch.cuda.empty_cache()
             except Exception as error:
                 traceback.print_exc()

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+import weakref
 
 import cdist
 import fake_gpu
@@ -92,6 +93,99 @@ def test_a_killed_rank_raises_on_the_other(fakes):
     assert name == "PeerLostError"
     assert "rank 1" in text
     assert seconds < 5
+
+
+def test_a_rank_that_dies_before_the_first_collective_raises_on_the_other(fakes):
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = xp.put(np.ones(3))
+        cdist.all_reduce(x)  # connected; a broadcast connects anew
+        xp.get(x)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        kind, text = outcome(lambda: cdist.broadcast(x, 0))
+        return kind.__name__, text, time.monotonic() - start
+
+    name, text, seconds = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
+    assert name == "PeerLostError"
+    assert "rank 1" in text
+    assert seconds < 5
+
+
+def test_a_rank_that_does_not_come_to_connect_times_out(fakes):
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = xp.put(np.ones(3))
+        cdist.all_reduce(x)
+        xp.get(x)
+        if rank == 1:
+            time.sleep(3)
+            return None
+        kind, text = outcome(lambda: cdist.broadcast(x, 0, timeout=0.5))
+        return kind.__name__, text
+
+    name, text = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
+    assert name == "DistTimeoutError"
+    assert "NCCL was still waiting" in text
+
+
+def test_a_dropped_work_keeps_its_array_until_it_is_through(fakes):
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = xp.put(np.ones(3))
+        cdist.all_reduce(x)
+        y = xp.put(np.full(3, rank + 1.0))
+        kept = weakref.ref(y)
+        cdist.barrier()
+        if rank == 1:
+            time.sleep(0.5)
+        cdist.all_reduce(y, async_op=True)
+        del y
+        early = kept() is not None
+        time.sleep(1)
+        cdist.all_reduce(x, async_op=True).wait()  # sweeps
+        xp.get(x)
+        return early, kept() is None
+
+    for rank, (early, late) in enumerate(run(body, 2, environ=fakes, check_leftovers=False)):
+        assert early or rank == 1  # rank 1 comes last: its part may be over at once
+        assert late
+
+
+def test_ctrl_c_ends_the_wait_to_connect(fakes):
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = xp.put(np.ones(3))
+        cdist.all_reduce(x)
+        xp.get(x)
+        if rank == 1:
+            time.sleep(3)
+            return None
+        signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        start = time.monotonic()
+        try:
+            cdist.broadcast(x, 0, timeout=20)
+        except KeyboardInterrupt:
+            return time.monotonic() - start
+
+    seconds = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
+    assert 0.2 < seconds < 3
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "int16", "bool", "complex64", "float8_e4m3fn", "longdouble"]
+)
+def test_supports_is_what_the_backend_takes(dtype):
+    def told(name):
+        return cdist.supports(getattr(cdist.ReduceOp, name), dtype, "cuda")
+
+    lacks = dtype in ("int16", "longdouble")
+    assert told("SUM") is not lacks
+    assert told("PRODUCT") is not (lacks or dtype == "complex64")
+    assert told("BAND") is (dtype == "bool")
+    assert told("BXOR") is False
 
 
 def test_registered_memory(fakes):

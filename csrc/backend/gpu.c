@@ -33,14 +33,22 @@ static cd_status lock_patiently(cd_gpu_backend *b, const cd_patience *patience)
     return CD_OK;
 }
 
-static cd_status visit_begin(cd_gpu_backend *b, const cd_patience *patience, visit *v)
+static void leave(cd_gpu_backend *b)
+{
+    cd_gpu_come_out(b);
+    pthread_mutex_unlock(&b->lock);
+}
+
+static cd_status visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience, visit *v)
 {
     v->locked = !owns_group(b);
-    if (v->locked)
+    if (v->locked) {
         CD_TRY(lock_patiently(b, patience));
+        cd_gpu_go_in(b, kind, patience->deadline);
+    }
     cd_status status = cd_gpu_enter(&b->gpu, &v->pushed);
     if (cd_unlikely(status != CD_OK) && v->locked)
-        pthread_mutex_unlock(&b->lock);
+        leave(b);
     return status;
 }
 
@@ -50,13 +58,14 @@ static void visit_end(cd_gpu_backend *b, const visit *v, cd_status status)
         atomic_store(&b->broken, true);
     cd_gpu_leave(&b->gpu, v->pushed);
     if (v->locked)
-        pthread_mutex_unlock(&b->lock);
+        leave(b);
 }
 
 static bool gpu_is_quick(cd_backend *backend, const cd_op *op)
 {
     (void)backend;
-    return op->kind != CD_BARRIER;
+    (void)op;
+    return false; /* a launch waits while the GPU's queue is full */
 }
 
 /* Event and listing of an operation that was just enqueued. Inside a group it is listed by the group's end. */
@@ -64,11 +73,11 @@ static cd_status note_running(cd_gpu_backend *b, const cd_op *op, const cd_patie
 {
     cd_event *event = 0;
     CD_TRY(cd_gpu_event_take(b, op, patience, &event));
-    cd_status status = cd_gpu_event_record(b, event, op->stream);
-    if (keep && status == CD_OK)
-        *keep = event;
-    else
+    cd_status status = cd_gpu_event_record(b, event, op->stream, !keep);
+    if (cd_unlikely(status != CD_OK))
         cd_gpu_event_unref(event);
+    else if (keep)
+        *keep = event;
     return status;
 }
 
@@ -77,7 +86,7 @@ static cd_status gpu_run(cd_backend *backend, const cd_op *op, const cd_patience
     cd_gpu_backend *b = of(backend);
     cd_event *barrier = 0;
     visit v;
-    CD_TRY(visit_begin(b, patience, &v));
+    CD_TRY(visit_begin(b, op->kind, patience, &v));
     cd_status status = cd_gpu_launch(b, op, op->stream, patience);
     if (cd_likely(status == CD_OK) && !b->grouping)
         status = note_running(b, op, patience, op->kind == CD_BARRIER ? &barrier : 0);
@@ -99,7 +108,7 @@ static cd_status start_in_own_stream(cd_gpu_backend *b, const cd_op *op, const c
     CD_TRY(cd_driver_check(&b->driver, b->driver.stream_wait_event(b->stream, b->fork, 0), "cuStreamWaitEvent"));
     CD_TRY(cd_gpu_launch(b, op, b->stream, patience));
     if (!b->grouping)
-        return cd_gpu_event_record(b, event, b->stream);
+        return cd_gpu_event_record(b, event, b->stream, false);
     atomic_fetch_add_explicit(&event->refs, 1, memory_order_relaxed);
     event->next = b->grouped;
     b->grouped = event;
@@ -111,7 +120,7 @@ static cd_status gpu_start(cd_backend *backend, const cd_op *op, const cd_patien
     cd_gpu_backend *b = of(backend);
     cd_event *event = 0;
     visit v;
-    CD_TRY(visit_begin(b, patience, &v));
+    CD_TRY(visit_begin(b, op->kind, patience, &v));
     cd_status status = cd_gpu_event_take(b, op, patience, &event);
     if (status == CD_OK)
         status = start_in_own_stream(b, op, patience, event);
@@ -132,8 +141,10 @@ static cd_status gpu_group_begin(cd_backend *backend)
     if (owns_group(b))
         return cd_fail(CD_BAD_ARGUMENT, "a coalesced group is already open in this thread");
     pthread_mutex_lock(&b->lock);
+    /* Inside until the group ends, since NCCL remembers the communicator until then: an abort meanwhile frees nothing. */
+    cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
     if (!atomic_load(&b->comm) || b->nccl.group_start() != CD_NCCL_SUCCESS) {
-        pthread_mutex_unlock(&b->lock);
+        leave(b);
         return cd_gpu_cause(b);
     }
     b->group_owner = pthread_self();
@@ -148,7 +159,7 @@ static cd_status record_grouped(cd_gpu_backend *b, cd_status status)
         cd_event *event = b->grouped;
         b->grouped = event->next;
         if (status == CD_OK)
-            status = cd_gpu_event_record(b, event, b->stream);
+            status = cd_gpu_event_record(b, event, b->stream, false);
         cd_gpu_event_unref(event);
     }
     return status;
@@ -161,6 +172,7 @@ static cd_status gpu_group_end(cd_backend *backend, const cd_patience *patience)
     if (!owns_group(b))
         return cd_fail(CD_BAD_ARGUMENT, "no coalesced group is open in this thread");
     b->grouping = false;
+    cd_gpu_go_in(b, CD_SEND, patience->deadline);
     cd_status status = cd_gpu_enter(&b->gpu, &pushed);
     cd_nccl_result result = b->nccl.group_end();
     cd_nccl_comm comm = atomic_load(&b->comm);

@@ -5,6 +5,9 @@
 
 #include "backend/backend.h"
 
+/* `supports` of the backend, also where there is no GPU: what NCCL of any version may take. */
+cd_status cd_gpu_supports(cd_kind kind, cd_redop redop, cd_dtype dtype);
+
 /* Device memory from NCCL's own allocator (ncclMemAlloc), registered with the group's communicator, so that collectives on it
  * need no staging; plain device memory where NCCL is older than 2.19. Local. Errors: CD_NO_MEMORY, CD_GPU, the group's cause. */
 cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, void **out);

@@ -1,4 +1,4 @@
-/* The communicator: meeting, waiting for NCCL's non-blocking calls, ending. */
+/* The communicator: meeting, creating, ending. */
 #include "backend/gpu_impl.h"
 
 #include "base/host.h"
@@ -7,10 +7,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-/* A caller that is inside NCCL has this long to come out before the communicator is aborted under it. */
-#define ABORT_GRACE_S 1
+/* Where NCCL cannot raise the flag alone, a caller that is inside has this long to come out before all is freed under it. */
+#define ABORT_GRACE_NS CD_NS_PER_S
 /* Work that is still queued when a group is closed may end within this time; a dead peer ends the wait at once. */
 #define DRAIN_NS (10 * CD_NS_PER_S)
 #define FINALIZE_NS (800 * CD_NS_PER_MS)
@@ -55,7 +54,10 @@ cd_status cd_gpu_settle(cd_gpu_backend *b, cd_nccl_comm comm, cd_nccl_result res
         if (b->nccl.comm_async_error(comm, &result) != CD_NCCL_SUCCESS)
             return cd_fail(CD_GPU, "%s: NCCL does not tell how the call went", what);
     }
-    return result == CD_NCCL_SUCCESS ? CD_OK : cd_nccl_fail(&b->nccl, comm, result, what);
+    if (result == CD_NCCL_SUCCESS)
+        return CD_OK;
+    /* What NCCL says of a call that the abort ended explains nothing. */
+    return atomic_load_explicit(&b->aborted, memory_order_acquire) ? cd_gpu_cause(b) : cd_nccl_fail(&b->nccl, comm, result, what);
 }
 
 static int world_rank(const cd_gpu_backend *b, int rank)
@@ -129,73 +131,173 @@ static cd_status meet(cd_gpu_backend *b, const cd_backend_env *env, cd_status pr
     return status;
 }
 
+/* A call on a communicator whose abort flag may be raised while the call goes on. */
+typedef struct {
+    cd_gpu_backend *b, *parent; /* parent: split from */
+    cd_nccl_id id;
+    int colour;
+    cd_patience patience;         /* deadline and cause alone: another thread's idle callback is not ours to call */
+    _Atomic(cd_nccl_comm) comm;   /* NCCL stores it early in its creation */
+    _Atomic bool over;
+    bool raised;                  /* the flag, inside an NCCL group that is still open in the caller's thread */
+} venture;
+
+static venture venture_of(cd_gpu_backend *b, const cd_patience *patience)
+{
+    return (venture){.b = b, .patience = {.deadline = patience->deadline, .cause = b->team->cause, .yields = 1}};
+}
+
+/* Raises the abort flag without freeing: NCCL does that when the group ends. */
+static bool raise_flag(cd_gpu_backend *b, cd_nccl_comm comm)
+{
+    if (b->nccl.version < CD_NCCL_GROUP_ABORT_SINCE || b->nccl.group_start() != CD_NCCL_SUCCESS)
+        return false;
+    b->nccl.comm_abort(comm);
+    return true;
+}
+
+static void stop_venture(void *arg)
+{
+    venture *v = arg;
+    cd_nccl_comm comm;
+    atomic_store_explicit(&v->b->aborted, true, memory_order_release);
+    while (!(comm = atomic_load(&v->comm)) && !atomic_load_explicit(&v->over, memory_order_acquire))
+        cd_sleep_ns(CD_NS_PER_MS);
+    if (comm)
+        v->raised = raise_flag(v->b, comm);
+}
+
+/* Frees the communicator of a venture that failed and is over. */
+static void drop_venture(venture *v)
+{
+    cd_nccl_comm comm = atomic_load(&v->comm);
+    if (v->raised)
+        v->b->nccl.group_end();
+    else if (comm)
+        v->b->nccl.comm_abort(comm);
+}
+
+static cd_status create(venture *v)
+{
+    cd_gpu_backend *b = v->b;
+    cd_nccl_config config = cd_nccl_config_make(&b->nccl);
+    cd_nccl_comm *comm_p = (cd_nccl_comm *)&v->comm;
+    cd_nccl_result result = b->nccl.comm_init(comm_p, b->world, v->id, b->rank, &config);
+    return cd_gpu_settle(b, atomic_load(&v->comm), result, "connecting", &v->patience);
+}
+
+static cd_status create_main(void *arg)
+{
+    venture *v = arg;
+    bool pushed;
+    cd_status status = cd_gpu_enter(&v->b->gpu, &pushed);
+    if (status == CD_OK) {
+        status = create(v);
+        cd_gpu_leave(&v->b->gpu, pushed);
+    }
+    atomic_store_explicit(&v->over, true, memory_order_release);
+    return status;
+}
+
+static cd_status split_main(void *arg)
+{
+    venture *v = arg;
+    cd_gpu_backend *p = v->parent;
+    cd_nccl_config config = cd_nccl_config_make(&p->nccl);
+    cd_nccl_comm from = atomic_load(&p->comm), *comm_p = (cd_nccl_comm *)&v->comm;
+    bool pushed;
+    if (!from)
+        return cd_gpu_cause(p);
+    CD_TRY(cd_gpu_enter(&p->gpu, &pushed));
+    cd_nccl_result result = p->nccl.comm_split(from, v->colour, v->b->rank, comm_p, &config);
+    cd_status status = cd_gpu_settle(p, from, result, "ncclCommSplit", &v->patience);
+    if (status == CD_OK && v->colour != CD_NCCL_NO_COLOR)
+        status = cd_gpu_settle(v->b, atomic_load(&v->comm), CD_NCCL_IN_PROGRESS, "connecting", &v->patience);
+    cd_gpu_leave(&p->gpu, pushed);
+    return status;
+}
+
+static void stop_split(void *arg)
+{
+    venture *v = arg;
+    cd_gpu_watch_abort(v->parent);
+}
+
+static cd_status name_late(cd_status status, const char *what)
+{
+    if (status != CD_TIMED_OUT)
+        return status;
+    return cd_fail(CD_TIMED_OUT, "%s: NCCL was still waiting for another rank when the deadline passed", what);
+}
+
+/* The parent counts as inside for the time: its abort, which ends the split, frees it afterwards. */
+static cd_status split(venture *v, const cd_patience *patience)
+{
+    cd_gpu_backend *p = v->parent;
+    pthread_mutex_lock(&p->lock);
+    cd_gpu_go_in(p, CD_BARRIER, patience->deadline);
+    cd_status status = cd_gpu_errand(split_main, stop_split, v, patience);
+    cd_gpu_come_out(p);
+    pthread_mutex_unlock(&p->lock);
+    return name_late(status, "ncclCommSplit");
+}
+
 cd_status cd_gpu_connect(cd_gpu_backend *b, const cd_backend_env *env, cd_status prepared, const cd_patience *patience)
 {
-    cd_nccl_id id;
-    CD_TRY(meet(b, env, prepared, patience, &id));
-    cd_nccl_config config = cd_nccl_config_make();
-    cd_nccl_comm comm = 0;
-    cd_nccl_result result;
-    cd_gpu_backend *parent = (cd_gpu_backend *)env->parent;
-    cd_nccl_comm parent_comm = parent ? atomic_load(&parent->comm) : 0;
-    if (parent_comm) {
+    venture v = venture_of(b, patience);
+    CD_TRY(meet(b, env, prepared, patience, &v.id));
+    cd_status status;
+    v.parent = (cd_gpu_backend *)env->parent;
+    if (v.parent) {
         /* The lowest member's rank in the parent is a colour that no other new group has. */
-        int colour = env->parent_ranks[0];
+        v.colour = env->parent_ranks[0];
         for (int i = 1; i < b->world; i++)
-            colour = env->parent_ranks[i] < colour ? env->parent_ranks[i] : colour;
-        pthread_mutex_lock(&parent->lock);
-        result = b->nccl.comm_split(parent_comm, colour, b->rank, &comm, &config);
-        cd_status parent_status = cd_gpu_settle(parent, parent_comm, result, "ncclCommSplit", patience);
-        pthread_mutex_unlock(&parent->lock);
-        CD_TRY(parent_status);
-        result = comm ? CD_NCCL_IN_PROGRESS : CD_NCCL_INVALID_ARGUMENT;
+            v.colour = env->parent_ranks[i] < v.colour ? env->parent_ranks[i] : v.colour;
+        status = split(&v, patience);
     } else {
-        result = b->nccl.comm_init(&comm, b->world, id, b->rank, &config);
+        cd_patience own = *patience;
+        if (!own.cause)
+            own.cause = b->team->cause;
+        status = name_late(cd_gpu_errand(create_main, stop_venture, &v, &own), "connecting");
+        if (status != CD_OK)
+            drop_venture(&v);
     }
-    cd_status status = cd_gpu_settle(b, comm, result, "connecting", patience);
-    if (status != CD_OK) {
-        if (comm)
-            b->nccl.comm_abort(comm);
-        return status;
-    }
-    atomic_store(&b->comm, comm);
-    return CD_OK;
+    if (status == CD_OK)
+        atomic_store(&b->comm, atomic_load(&v.comm));
+    return status;
 }
 
 cd_status cd_gpu_sit_out_split(cd_backend *parent, const cd_patience *patience)
 {
     cd_gpu_backend *b = (cd_gpu_backend *)parent;
-    cd_nccl_config config = cd_nccl_config_make();
-    cd_nccl_comm none = 0;
-    pthread_mutex_lock(&b->lock);
-    cd_nccl_comm comm = atomic_load(&b->comm);
-    cd_status status = comm ? cd_gpu_settle(b, comm, b->nccl.comm_split(comm, CD_NCCL_NO_COLOR, b->rank, &none, &config),
-                                            "ncclCommSplit", patience)
-                            : cd_gpu_cause(b);
-    pthread_mutex_unlock(&b->lock);
-    return status;
+    venture v = venture_of(b, patience);
+    v.parent = b;
+    v.colour = CD_NCCL_NO_COLOR;
+    return split(&v, patience);
 }
 
-static bool lock_within(pthread_mutex_t *mutex, int seconds)
+/* Waits until nobody is inside NCCL, at most until `deadline` or until the watch is to stop: then there are no callers. */
+static void wait_outside(const cd_gpu_backend *b, cd_deadline deadline)
 {
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_sec += seconds;
-    return pthread_mutex_timedlock(mutex, &until) == 0;
+    while (atomic_load(&b->inside_until) && !atomic_load(&b->watch_stop) && !cd_deadline_passed(deadline))
+        cd_sleep_ns(CD_NS_PER_MS);
 }
 
 void cd_gpu_abort_comm(cd_gpu_backend *b)
 {
     /* Release: whoever sees `aborted` does not take a later event for a success. */
     atomic_store_explicit(&b->aborted, true, memory_order_release);
-    bool locked = lock_within(&b->lock, ABORT_GRACE_S);
     cd_nccl_comm comm = atomic_exchange(&b->comm, 0);
-    if (locked)
-        pthread_mutex_unlock(&b->lock);
     if (!comm)
         return;
     cd_log_about("gpu", "rank %d aborts its communicator", b->rank);
-    b->nccl.comm_abort(comm);
+    if (raise_flag(b, comm)) {
+        wait_outside(b, CD_NEVER);
+        b->nccl.group_end();
+    } else {
+        wait_outside(b, cd_deadline_after_ns(ABORT_GRACE_NS));
+        b->nccl.comm_abort(comm);
+    }
 }
 
 /* Waits, bounded, until what was issued has ended. False: it has not. */
@@ -212,6 +314,17 @@ static bool drain(cd_gpu_backend *b)
     return !atomic_load(&b->broken) && cd_cause_check(b->team->cause) == CD_OK;
 }
 
+static cd_status finalize_main(void *arg)
+{
+    venture *v = arg;
+    bool pushed;
+    CD_TRY(cd_gpu_enter(&v->b->gpu, &pushed));
+    cd_nccl_comm comm = atomic_load(&v->comm);
+    cd_status status = cd_gpu_settle(v->b, comm, v->b->nccl.comm_finalize(comm), "closing", &v->patience);
+    cd_gpu_leave(&v->b->gpu, pushed);
+    return status;
+}
+
 void cd_gpu_close_comm(cd_gpu_backend *b)
 {
     if (!atomic_load(&b->comm))
@@ -219,13 +332,15 @@ void cd_gpu_close_comm(cd_gpu_backend *b)
     cd_error kept = *cd_last_error();
     bool good = drain(b);
     if (good) {
-        cd_patience patience = {.deadline = cd_deadline_after_ns(FINALIZE_NS), .cause = b->team->cause, .yields = 1};
-        cd_nccl_comm comm = atomic_load(&b->comm);
-        good = cd_gpu_settle(b, comm, b->nccl.comm_finalize(comm), "closing", &patience) == CD_OK;
-        if (good && (comm = atomic_exchange(&b->comm, 0)))
-            b->nccl.comm_destroy(comm);
-    }
-    if (!good)
+        cd_patience patience = {.deadline = cd_deadline_after_ns(FINALIZE_NS), .cause = b->team->cause};
+        venture v = venture_of(b, &patience);
+        atomic_store(&v.comm, atomic_exchange(&b->comm, 0));
+        if (cd_gpu_errand(finalize_main, stop_venture, &v, &patience) == CD_OK)
+            b->nccl.comm_destroy(atomic_load(&v.comm));
+        else
+            drop_venture(&v);
+    } else {
         cd_gpu_abort_comm(b);
+    }
     cd_fail_with(&kept);
 }

@@ -19,13 +19,24 @@ static cd_status make_event(cd_gpu_backend *b, cd_event **out)
     return CD_OK;
 }
 
-cd_status cd_gpu_event_take(cd_gpu_backend *b, const cd_op *op, const cd_patience *patience, cd_event **out)
+/* Under events_lock. */
+static cd_event *pop(cd_gpu_backend *b)
 {
-    pthread_mutex_lock(&b->events_lock);
     cd_event *event = b->pool;
     if (event)
         b->pool = event->next;
-    pthread_mutex_unlock(&b->events_lock);
+    return event;
+}
+
+cd_status cd_gpu_event_take(cd_gpu_backend *b, const cd_op *op, const cd_patience *patience, cd_event **out)
+{
+    cd_event *event = b->spare;
+    b->spare = 0;
+    if (!event) {
+        pthread_mutex_lock(&b->events_lock);
+        event = pop(b);
+        pthread_mutex_unlock(&b->events_lock);
+    }
     if (!event)
         CD_TRY(make_event(b, &event));
     event->next = 0;
@@ -85,18 +96,17 @@ cd_event *cd_gpu_events_reap(cd_gpu_backend *b)
     return oldest;
 }
 
-cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream stream)
+cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream stream, bool give)
 {
-    int capturing = CD_CU_CAPTURE_NONE;
-    /* An error here means that another stream captures while this is the legacy default stream: not captured. */
-    if (b->driver.stream_is_capturing(stream, &capturing) != CD_CU_SUCCESS)
-        capturing = CD_CU_CAPTURE_NONE;
-    event->captured = capturing != CD_CU_CAPTURE_NONE;
+    event->captured = cd_gpu_is_captured(b, stream);
     CD_TRY(cd_driver_check(&b->driver, b->driver.event_record(event->cu, stream), "cuEventRecord"));
     /* Release: who sees RECORDED may query the event. */
     atomic_store_explicit(&event->state, CD_EVENT_RECORDED, memory_order_release);
-    if (event->captured)
+    if (event->captured) {
+        if (give)
+            cd_gpu_event_unref(event);
         return CD_OK;
+    }
     pthread_mutex_lock(&b->events_lock);
     if (b->running_count == CD_GPU_RUNNING)
         drop_ended(b);
@@ -105,8 +115,11 @@ cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream s
         b->running_count--;
         release_event(b, b->running[(b->running_first + b->running_count) % CD_GPU_RUNNING]);
     }
-    atomic_fetch_add_explicit(&event->refs, 1, memory_order_relaxed);
+    if (!give)
+        atomic_fetch_add_explicit(&event->refs, 1, memory_order_relaxed);
     b->running[(b->running_first + b->running_count++) % CD_GPU_RUNNING] = event;
+    if (!b->spare)
+        b->spare = pop(b);
     pthread_mutex_unlock(&b->events_lock);
     return CD_OK;
 }
@@ -120,8 +133,12 @@ void cd_gpu_events_close(cd_gpu_backend *b)
         b->running_count--;
         release_event(b, event);
     }
+    if (b->spare) {
+        b->spare->next = b->pool;
+        b->pool = b->spare;
+    }
     cd_event *event = b->pool;
-    b->pool = 0;
+    b->pool = b->spare = 0;
     pthread_mutex_unlock(&b->events_lock);
     while (event) {
         cd_event *next = event->next;

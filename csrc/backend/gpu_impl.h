@@ -1,9 +1,16 @@
 /* Shared by the files of the GPU backend, included by no other.
  *
- * Locks: `lock` is held around every call into NCCL and from group_begin to group_end; `events_lock` guards the pool of events
- * and the list of running operations and is never held during a call into NCCL. Order: lock → events_lock. The watch thread waits
- * for `lock` only for a bounded time: a caller can be stuck inside NCCL (the GPU's launch queue is full behind a dead peer),
- * and the abort is what frees it. */
+ * Communicators are blocking: a call into NCCL can wait for another rank (it connects within the first collective of a kind
+ * and size) or for the GPU (whose launch queue is full behind a dead peer). What keeps that bounded:
+ *   - the watch thread never takes `lock`. A caller marks itself as inside, with its deadline, before it looks at `comm`; the
+ *     watch takes `comm` out before it looks who is inside. When a deadline passes, or the group has a cause, the watch raises
+ *     the communicator's abort flag, which all of NCCL's waits look at; memory is freed only when nobody is inside.
+ *   - what is expected to wait for others (creation, first collectives, the end) is called in a thread of its own, while the
+ *     caller waits with patience: for deadline, cause and Ctrl-C (gpu_errand.c).
+ *
+ * Locks: `lock` lets one caller in, from group_begin to group_end too; `events_lock` guards the pool of events and the list of
+ * running operations and is never held during a call into NCCL or one into the driver that can wait. Order: lock →
+ * events_lock. */
 #ifndef CD_BACKEND_GPU_IMPL_H
 #define CD_BACKEND_GPU_IMPL_H
 
@@ -61,6 +68,9 @@ struct cd_gpu_backend {
     cd_kernels kernels;
 
     pthread_mutex_t lock;
+    _Atomic uint64_t inside_until; /* deadline of the caller that is inside NCCL; 0: nobody is */
+    _Atomic uint32_t inside_kind;  /* what it does there */
+    _Atomic uint64_t visits;       /* how often somebody went in */
     _Atomic(cd_nccl_comm) comm; /* NULL: aborted or closed; taken out before it is aborted */
     _Atomic bool aborted;       /* set before the abort begins: what ends after that is not to be trusted */
     _Atomic bool broken;        /* an operation failed half-way: the communicator can only be aborted */
@@ -68,6 +78,7 @@ struct cd_gpu_backend {
     cd_cu_stream stream;        /* of asynchronous operations */
     cd_cu_event fork;           /* makes our stream wait for the caller's; free again once the wait is enqueued */
     cd_cu_address word;         /* what a barrier reduces */
+    uint64_t warm[CD_KINDS];    /* per kind: bit n: one of 2^n bytes has been through, so that NCCL has connected for it */
     _Atomic bool grouping;      /* between group_begin and group_end, `lock` is held by group_owner */
     pthread_t group_owner;
     cd_gpu_deferred *deferred;
@@ -75,6 +86,7 @@ struct cd_gpu_backend {
 
     pthread_mutex_t events_lock;
     cd_event *pool;
+    cd_event *spare; /* the next one to take; under `lock` */
     cd_event *running[CD_GPU_RUNNING]; /* ring in issue order */
     unsigned running_first, running_count;
 
@@ -82,7 +94,8 @@ struct cd_gpu_backend {
     bool watching;
     pthread_mutex_t watch_lock;
     pthread_cond_t watch_wake;
-    bool watch_stop, abort_wanted;
+    _Atomic bool watch_stop, abort_wanted; /* written under watch_lock */
+    uint64_t late_visit;        /* the watch's: the visit that was past its deadline at the last look */
 
     cd_gpu_block *blocks; /* under lock */
     size_t block_count, block_room;
@@ -91,18 +104,40 @@ struct cd_gpu_backend {
 /* gpu_comm.c */
 /* Meets the other ranks: checks that each has its own GPU and the same NCCL, then makes the communicator. */
 cd_status cd_gpu_connect(cd_gpu_backend *b, const cd_backend_env *env, cd_status prepared, const cd_patience *patience);
-/* What a call into NCCL answered: waits while it is "in progress" (not inside a group), records failures. Under lock. */
+/* What a call into NCCL answered: records failures; after an abort, its cause. Waits while it is "in progress" (old NCCL, or
+ * NCCL_COMM_BLOCKING=0 in the environment; not inside a group). By who is inside. */
 cd_status cd_gpu_settle(cd_gpu_backend *b, cd_nccl_comm comm, cd_nccl_result result, const char *what,
                         const cd_patience *patience);
-/* Takes the communicator out and aborts it. Watch thread, or free. */
+/* Takes the communicator out, raises its abort flag, frees it when nobody is inside any more. Watch thread, or free. */
 void cd_gpu_abort_comm(cd_gpu_backend *b);
 /* Finishes what runs and closes the communicator, or aborts it when that takes too long. */
 void cd_gpu_close_comm(cd_gpu_backend *b);
+/* Marks the caller, who holds `lock` (or is the only one left), as inside NCCL until `deadline`. */
+static inline void cd_gpu_go_in(cd_gpu_backend *b, cd_kind kind, cd_deadline deadline)
+{
+    atomic_store_explicit(&b->inside_kind, (uint32_t)kind, memory_order_relaxed);
+    atomic_store_explicit(&b->visits, atomic_load_explicit(&b->visits, memory_order_relaxed) + 1, memory_order_relaxed);
+    /* Sequentially consistent, as the load of `comm` that follows and the aborter's exchange of `comm` and load of this word:
+     * either we find no communicator, or the aborter finds us. */
+    atomic_store(&b->inside_until, deadline.at_ns ? deadline.at_ns : 1);
+}
+
+static inline void cd_gpu_come_out(cd_gpu_backend *b)
+{
+    /* Release: who frees the communicator does so after our last use of it. */
+    atomic_store_explicit(&b->inside_until, 0, memory_order_release);
+}
+
+/* gpu_errand.c */
+/* Calls body(arg) in a thread of its own and waits for it with patience. When patience ends first, calls stop(arg), waits for
+ * body to come out (its waits look at NCCL's abort flag, which stop has raised or had raised) and returns patience's error;
+ * otherwise body's. The thread has no context and blocks all signals. */
+cd_status cd_gpu_errand(cd_status (*body)(void *arg), void (*stop)(void *arg), void *arg, const cd_patience *patience);
+
 /* The group's cause, or that it was aborted, as the thread's error. */
 cd_status cd_gpu_cause(const cd_gpu_backend *b) CD_COLD;
 
 /* gpu_launch.c */
-cd_status cd_gpu_supports(cd_kind kind, cd_redop redop, cd_dtype dtype);
 /* Enqueues op in `stream`. Under lock, context current. */
 cd_status cd_gpu_launch(cd_gpu_backend *b, const cd_op *op, cd_cu_stream stream, const cd_patience *patience);
 /* After the end of a coalesced group: unpacks and frees what it used. `good` false: only frees. */
@@ -110,8 +145,9 @@ cd_status cd_gpu_finish_deferred(cd_gpu_backend *b, bool good);
 
 /* gpu_event.c */
 cd_status cd_gpu_event_take(cd_gpu_backend *b, const cd_op *op, const cd_patience *patience, cd_event **out);
-/* Records the event behind the stream's work and lists the operation as running. Consumes nothing. */
-cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream stream);
+/* Records the event behind the stream's work and lists the operation as running. `give`: consumes the caller's reference, when
+ * it succeeds. Under lock, as take. */
+cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream stream, bool give);
 void cd_gpu_event_unref(cd_event *event);
 /* Drops finished operations from the front of the running ones. Returns the oldest that still runs (referenced) or NULL. */
 cd_event *cd_gpu_events_reap(cd_gpu_backend *b);
@@ -131,6 +167,14 @@ void cd_gpu_blocks_close(cd_gpu_backend *b);
 
 /* gpu.c */
 void cd_gpu_backend_unref(cd_gpu_backend *b);
+
+/* True while the stream's work becomes a CUDA graph. The legacy default stream (0 and 1) cannot be captured. */
+static inline bool cd_gpu_is_captured(const cd_gpu_backend *b, cd_cu_stream stream)
+{
+    int status = CD_CU_CAPTURE_NONE;
+    return (uintptr_t)stream > 1 && b->driver.stream_is_capturing(stream, &status) == CD_CU_SUCCESS &&
+           status != CD_CU_CAPTURE_NONE;
+}
 
 static inline cd_cu_address cd_gpu_address(const void *memory)
 {

@@ -33,8 +33,9 @@ static cd_status call(const launch *l, cd_nccl_result result, const char *what)
 static cd_status check_place(const launch *l, const cd_span *span)
 {
     const cd_gpu_backend *b = l->b;
-    int index = -1;
-    if (b->driver.pointer_attribute(&index, CD_CU_POINTER_DEVICE_ORDINAL, cd_gpu_address(span->data)) != CD_CU_SUCCESS)
+    int index = l->op->gpu - 1;
+    if (index < 0 &&
+        b->driver.pointer_attribute(&index, CD_CU_POINTER_DEVICE_ORDINAL, cd_gpu_address(span->data)) != CD_CU_SUCCESS)
         return cd_fail(CD_BAD_ARGUMENT, "%s: an array does not lie in the memory of a GPU",
                        cd_kind_name(l->op->kind));
     if (index != b->gpu.index)
@@ -391,18 +392,68 @@ cd_status cd_gpu_supports(cd_kind kind, cd_redop redop, cd_dtype dtype)
     return cd_gpu_type_of(kind, redop, dtype, 1, 0, &type);
 }
 
+static cd_status issue(const launch *l)
+{
+    return l->op->kind == CD_BARRIER ? do_barrier(l) : run_body(l, bodies[l->op->kind]);
+}
+
+static cd_status issue_main(void *arg)
+{
+    launch *l = arg;
+    bool pushed;
+    CD_TRY(cd_gpu_enter(&l->b->gpu, &pushed));
+    cd_status status = issue(l);
+    cd_gpu_leave(&l->b->gpu, pushed);
+    return status;
+}
+
+static void stop_issue(void *arg)
+{
+    cd_gpu_watch_abort(((launch *)arg)->b);
+}
+
+/* The bit of `warm` for an operation of this size: NCCL connects for the algorithm that it chooses, by kind and size. */
+static uint64_t size_bit(const cd_op *op)
+{
+    const cd_blocks *blocks = op->in.spans ? &op->in : &op->out;
+    uint64_t bytes = blocks->spans ? blocks->list[0].count * blocks->list[0].item_bytes : 0;
+    return UINT64_C(1) << (63 - __builtin_clzll(bytes | 1));
+}
+
+/* The first of its kind and size waits within NCCL until the others have come to connect. Not from another thread: inside a
+ * coalesced group, which belongs to its thread; in the thread's own default stream (2); while a graph is captured. Then the
+ * deadline and the cause end it all the same, but Ctrl-C waits for one of them. */
+static cd_status issue_first(launch *l, uint64_t bit)
+{
+    cd_gpu_backend *b = l->b;
+    if (b->grouping || (uintptr_t)l->stream == 2 || cd_gpu_is_captured(b, l->stream))
+        return issue(l);
+    const cd_patience *patience = l->patience;
+    cd_patience plain = {.deadline = patience->deadline, .cause = b->team->cause, .yields = 1}, own = *patience;
+    if (!own.cause)
+        own.cause = b->team->cause;
+    l->patience = &plain;
+    cd_status status = cd_gpu_errand(issue_main, stop_issue, l, &own);
+    if (status == CD_OK)
+        b->warm[l->op->kind] |= bit;
+    if (status == CD_TIMED_OUT)
+        return cd_fail(CD_TIMED_OUT, "%s: NCCL was still waiting for another rank when the deadline passed",
+                       cd_kind_name(l->op->kind));
+    return status;
+}
+
 cd_status cd_gpu_launch(cd_gpu_backend *b, const cd_op *op, cd_cu_stream stream, const cd_patience *patience)
 {
     launch l = {.b = b, .op = op, .stream = stream, .patience = patience};
     l.comm = atomic_load_explicit(&b->comm, memory_order_acquire);
     if (cd_unlikely(!l.comm || atomic_load_explicit(&b->team->cause->state, memory_order_relaxed) != CD_CAUSE_NONE))
         return cd_gpu_cause(b);
-    if (op->kind == CD_BARRIER)
-        return do_barrier(&l);
     if ((unsigned)op->kind >= CD_KINDS)
         return cd_fail(CD_UNSUPPORTED, "NCCL has no operation %d", (int)op->kind);
     if (op->kind == CD_RECV && op->peer < 0)
         return cd_fail(CD_UNSUPPORTED, "NCCL receives from a named rank only: give src");
-    CD_TRY(cd_gpu_type_of(op->kind, op->redop, op->dtype, op->item_bytes, b->nccl.version, &l.type));
-    return run_body(&l, bodies[op->kind]);
+    if (op->kind != CD_BARRIER)
+        CD_TRY(cd_gpu_type_of(op->kind, op->redop, op->dtype, op->item_bytes, b->nccl.version, &l.type));
+    uint64_t bit = size_bit(op);
+    return cd_likely(b->warm[op->kind] & bit || b->world == 1) ? issue(&l) : issue_first(&l, bit);
 }

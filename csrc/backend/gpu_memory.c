@@ -53,6 +53,7 @@ cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, void **out)
     cd_gpu_block block;
     bool pushed;
     pthread_mutex_lock(&b->lock);
+    cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
     cd_status status = cd_gpu_enter(&b->gpu, &pushed);
     if (status == CD_OK) {
         status = take(b, bytes ? bytes : 1, &block);
@@ -60,6 +61,7 @@ cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, void **out)
             give_back(b, &block);
         cd_gpu_leave(&b->gpu, pushed);
     }
+    cd_gpu_come_out(b);
     pthread_mutex_unlock(&b->lock);
     if (status == CD_OK)
         *out = block.memory;
@@ -73,6 +75,7 @@ void cd_gpu_release(cd_backend *backend, void *memory)
     if (!memory)
         return;
     pthread_mutex_lock(&b->lock);
+    cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
     size_t i = 0;
     while (i < b->block_count && b->blocks[i].memory != memory)
         i++;
@@ -81,6 +84,7 @@ void cd_gpu_release(cd_backend *backend, void *memory)
         b->blocks[i] = b->blocks[--b->block_count];
         cd_gpu_leave(&b->gpu, pushed);
     }
+    cd_gpu_come_out(b);
     pthread_mutex_unlock(&b->lock);
 }
 

@@ -11,11 +11,14 @@ static void publish(cd_gpu_backend *b)
     cd_cause_publish(b->team->cause, cd_last_error());
 }
 
+static int world_rank(const cd_gpu_backend *b)
+{
+    return b->team->world_ranks ? b->team->world_ranks[b->rank] : b->rank;
+}
+
+/* Without a lock: this thread alone frees the communicator, and NCCL's answer is one atomic word. */
 static void look_for_errors(cd_gpu_backend *b)
 {
-    /* A caller inside NCCL learns of errors by itself. */
-    if (pthread_mutex_trylock(&b->lock) != 0)
-        return;
     cd_nccl_comm comm = atomic_load(&b->comm);
     cd_nccl_result result = CD_NCCL_SUCCESS;
     if (comm && b->nccl.comm_async_error(comm, &result) == CD_NCCL_SUCCESS && result != CD_NCCL_SUCCESS &&
@@ -23,7 +26,23 @@ static void look_for_errors(cd_gpu_backend *b)
         cd_nccl_fail(&b->nccl, comm, result, "NCCL stopped");
         publish(b);
     }
-    pthread_mutex_unlock(&b->lock);
+}
+
+/* A caller that is still inside NCCL after its deadline. Told at the second look, so that the last microsecond of a call, or a
+ * deadline that had passed before the call, is no reason to end the group. */
+static void look_inside(cd_gpu_backend *b)
+{
+    uint64_t until = atomic_load_explicit(&b->inside_until, memory_order_acquire);
+    uint64_t visit = atomic_load_explicit(&b->visits, memory_order_relaxed);
+    if (until == 0 || cd_now_ns() < until) {
+        b->late_visit = 0;
+    } else if (b->late_visit != visit) {
+        b->late_visit = visit;
+    } else {
+        cd_fail(CD_TIMED_OUT, "rank %d: %s was still inside NCCL at its deadline: a rank does not take part", world_rank(b),
+                cd_kind_name((cd_kind)atomic_load_explicit(&b->inside_kind, memory_order_relaxed)));
+        publish(b);
+    }
 }
 
 static void look_for_late(cd_gpu_backend *b)
@@ -33,9 +52,8 @@ static void look_for_late(cd_gpu_backend *b)
         return;
     if (cd_now_ns() >= oldest->deadline_ns) {
         char text[256];
-        int rank = b->team->world_ranks ? b->team->world_ranks[b->rank] : b->rank;
         cd_fail(CD_TIMED_OUT, "rank %d: %s did not end on the GPU before its deadline: a rank does not take part, or its GPU is "
-                              "busy", rank, cd_descriptor_text(&oldest->op, text, sizeof text));
+                              "busy", world_rank(b), cd_descriptor_text(&oldest->op, text, sizeof text));
         publish(b);
     }
     cd_gpu_event_unref(oldest);
@@ -74,6 +92,7 @@ static void *watch_main(void *arg)
         if (atomic_load_explicit(&b->team->cause->state, memory_order_acquire) == CD_CAUSE_NONE && !wanted) {
             look_for_errors(b);
             look_for_late(b);
+            look_inside(b);
         }
         if (wanted || atomic_load_explicit(&b->team->cause->state, memory_order_acquire) != CD_CAUSE_NONE)
             cd_gpu_abort_comm(b);
@@ -91,7 +110,7 @@ cd_status cd_gpu_watch_start(cd_gpu_backend *b)
     return CD_OK;
 }
 
-static void wake(cd_gpu_backend *b, bool *flag)
+static void wake(cd_gpu_backend *b, _Atomic bool *flag)
 {
     pthread_mutex_lock(&b->watch_lock);
     *flag = true;

@@ -121,6 +121,7 @@ typedef struct {
     uint32_t flags;     /* CD_OP_UNEVEN: blocks may differ between ranks, so count and shape stay out of the signature */
     uint64_t sequence;  /* set by the group */
     void *stream;       /* GPU: the caller's current stream */
+    int gpu;            /* GPU: 1 + index of the one that all arrays lie on, where the caller knows it; 0: the backend looks */
 } cd_op;
 
 enum { CD_OP_UNEVEN = 1u };

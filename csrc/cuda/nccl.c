@@ -54,13 +54,13 @@ void cd_nccl_close(cd_nccl *nccl)
     cd_library_close(&nccl->library);
 }
 
-cd_nccl_config cd_nccl_config_make(void)
+cd_nccl_config cd_nccl_config_make(const cd_nccl *nccl)
 {
     return (cd_nccl_config){
         .size = sizeof(cd_nccl_config),
         .magic = CD_NCCL_MAGIC,
         .version = CD_NCCL_LEAST,
-        .blocking = 0,
+        .blocking = nccl->version >= CD_NCCL_GROUP_ABORT_SINCE,
         .cga_cluster = CD_NCCL_UNSET,
         .ctas_least = CD_NCCL_UNSET,
         .ctas_most = CD_NCCL_UNSET,

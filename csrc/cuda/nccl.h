@@ -21,8 +21,9 @@ typedef struct {
 /* CD_UNSUPPORTED with what was looked for and where, or that the library is older than 2.18. */
 cd_status cd_nccl_open(cd_nccl *nccl);
 void cd_nccl_close(cd_nccl *nccl);
-/* A config that asks for calls that never block. */
-cd_nccl_config cd_nccl_config_make(void);
+/* A config that asks for calls that return when all is done: in the other mode NCCL starts a thread for each call (60 µs).
+ * Before 2.22, where ncclCommAbort cannot be split in raising the flag and freeing, that other mode. */
+cd_nccl_config cd_nccl_config_make(const cd_nccl *nccl);
 /* Records CD_GPU, or CD_PEER_LOST for an error that NCCL ascribes to a peer: "what: NCCL's words". comm may be NULL. */
 cd_status cd_nccl_fail(const cd_nccl *nccl, cd_nccl_comm comm, cd_nccl_result result, const char *what) CD_COLD;
 

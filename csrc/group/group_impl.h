@@ -42,7 +42,7 @@ struct cd_group {
     pthread_t worker;
     bool worker_runs, worker_stop;
 
-    pthread_mutex_t orphans_lock; /* p2p works that nobody holds any more but that still move */
+    pthread_mutex_t orphans_lock; /* works that nobody holds any more but that still move, or run on the GPU */
     cd_work *orphans;
 };
 
@@ -71,5 +71,7 @@ void cd_queue_stop(cd_group *group);
 cd_status cd_p2p_run(cd_group *group, cd_op *op, cd_patience *patience);
 cd_status cd_p2p_start(cd_group *group, cd_work *work);
 void cd_p2p_close(cd_group *group);
+/* Frees works that nobody holds and that are through; `cancel`: all of them. */
+void cd_orphans_reap(cd_group *group, bool cancel);
 
 #endif

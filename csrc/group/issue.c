@@ -172,7 +172,7 @@ cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
 bool cd_group_is_quick(cd_group *g, const cd_op *op)
 {
     if (op->device != CD_CPU || op->kind >= CD_SEND)
-        return op->device == CD_CUDA;
+        return false;
     return g->cpu->ops->is_quick(g->cpu, op);
 }
 
@@ -270,6 +270,8 @@ static cd_status start_on_gpu(cd_group *g, cd_work *work)
     cd_backend *gpu = g->gpu;
     if (!gpu)
         return cd_fail(CD_UNSUPPORTED, "%s: this group has no GPU backend", cd_kind_name(work->op.kind));
+    if (g->orphans)
+        cd_orphans_reap(g, false);
     cd_patience patience = cd_patience_until(cd_deadline_after_ns(work->timeout_ns), g->size);
     patience.cause = g->cause;
     cd_waiter waiter = cd_waiter_start(&patience);

@@ -141,8 +141,7 @@ cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
     return status;
 }
 
-/* Frees works that nobody holds and whose transfers are through. */
-static void reap_orphans(cd_group *g, bool cancel)
+void cd_orphans_reap(cd_group *g, bool cancel)
 {
     pthread_mutex_lock(&g->orphans_lock);
     cd_work *list = g->orphans;
@@ -152,7 +151,8 @@ static void reap_orphans(cd_group *g, bool cancel)
         cd_work *work = list;
         list = work->next;
         if (cancel && !cd_work_is_done(work)) {
-            cd_mesh_cancel(g->world->mesh, &work->xfer);
+            if (work->is_p2p)
+                cd_mesh_cancel(g->world->mesh, &work->xfer);
             cd_fail(CD_ABORTED, "the process group was destroyed");
             cd_work_complete(work, CD_ABORTED);
         }
@@ -167,7 +167,7 @@ cd_status cd_p2p_start(cd_group *g, cd_work *work)
         return cd_fail(CD_BAD_ARGUMENT, "%s: the group has one rank only, there is nobody to talk to",
                        cd_kind_name(work->op.kind));
     if (g->orphans)
-        reap_orphans(g, false);
+        cd_orphans_reap(g, false);
     if (span_of(&work->op)->dims)
         CD_TRY(pack(&work->op, &work->packed));
     work->started_ns = work->queued_ns;
@@ -197,5 +197,5 @@ bool cd_p2p_finish(cd_work *work)
 
 void cd_p2p_close(cd_group *g)
 {
-    reap_orphans(g, true);
+    cd_orphans_reap(g, true);
 }

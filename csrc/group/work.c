@@ -79,13 +79,20 @@ static void destroy(cd_work *work)
     free(work);
 }
 
+static bool uses_memory_alone(cd_work *work)
+{
+    return (work->is_p2p || (work->event && !work->joined)) &&
+           atomic_load_explicit(&work->refs, memory_order_acquire) == 1;
+}
+
 void cd_work_release(cd_work *work)
 {
     if (!work)
         return;
-    /* A transfer that still moves uses this memory: the group keeps it until it is through. The last holder's view of `done` is
-     * enough, since only the transfer's completion could change it and cd_p2p_finish takes no reference. */
-    if (work->is_p2p && atomic_load_explicit(&work->refs, memory_order_acquire) == 1 && !cd_p2p_finish(work)) {
+    /* A transfer that still moves, or a GPU that is still at work and that nothing was made to wait for, uses this memory: the
+     * group keeps it until it is through. The last holder's view of `done` is enough, since only the completion could change it,
+     * and asking takes no reference. */
+    if (uses_memory_alone(work) && !cd_work_is_done(work)) {
         cd_group *group = work->group;
         pthread_mutex_lock(&group->orphans_lock);
         bool keep = !atomic_load_explicit(&group->closed, memory_order_acquire);
@@ -96,7 +103,8 @@ void cd_work_release(cd_work *work)
         pthread_mutex_unlock(&group->orphans_lock);
         if (keep)
             return;
-        cd_mesh_cancel(group->world->mesh, &work->xfer);
+        if (work->is_p2p)
+            cd_mesh_cancel(group->world->mesh, &work->xfer);
     }
     if (atomic_fetch_sub_explicit(&work->refs, 1, memory_order_acq_rel) == 1)
         destroy(work);
@@ -193,7 +201,9 @@ cd_status cd_work_join_stream(cd_work *work, void *stream, const cd_patience *pa
     if (!work->event)
         return cd_work_wait(work, patience);
     CD_TRY(cd_work_status(work));
-    return work->event_ops->event_join_stream(work->event, stream);
+    CD_TRY(work->event_ops->event_join_stream(work->event, stream));
+    work->joined = true; /* who frees the memory in that stream's order comes after us */
+    return CD_OK;
 }
 
 const cd_op *cd_work_op(const cd_work *work)

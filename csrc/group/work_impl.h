@@ -20,6 +20,7 @@ struct cd_work {
     cd_status status;
     cd_error error;
     cd_event *event;   /* GPU */
+    bool joined;       /* a stream waits for it */
     const cd_backend_ops *event_ops;
     bool is_p2p;
     cd_xfer xfer;      /* SEND, RECV */

@@ -45,6 +45,7 @@ static int check_kind(cd_py_call *call, const cd_py_array *array, const char *na
         op->item_bytes = array->span.item_bytes;
         op->device = array->device;
         op->stream = array->stream;
+        op->gpu = array->device == CD_CUDA && array->device_index >= 0 ? array->device_index + 1 : 0;
         return 0;
     }
     if (array->dtype != op->dtype || array->span.item_bytes != op->item_bytes) {
@@ -58,6 +59,8 @@ static int check_kind(cd_py_call *call, const cd_py_array *array, const char *na
         PyErr_Format(PyExc_ValueError, "%s: the arrays lie on different devices (CPU and CUDA)", call->function);
         return -1;
     }
+    if (array->device_index + 1 != op->gpu)
+        op->gpu = 0;
     return 0;
 }
 
@@ -314,7 +317,11 @@ static PyObject *issue_call(cd_py_call *call, PyObject *outputs)
     pinned *pin = list ? pin_call(call) : NULL;
     cd_work *work = NULL;
     if (pin) {
+        /* A launch on a GPU waits while the GPU's queue is full. */
+        PyThreadState *detached = call->op.device == CD_CPU ? NULL : PyEval_SaveThread();
         status = cd_group_issue(call->group->group, &call->op, call->timeout_ns, &work);
+        if (detached)
+            PyEval_RestoreThread(detached);
         if (status != CD_OK)
             free_pinned(pin);
         else

@@ -58,8 +58,6 @@ cd_patience cd_py_wait_begin(cd_py_wait *wait, cd_deadline deadline, int ranks)
 
 void cd_py_wait_detach(cd_py_wait *wait)
 {
-    /* Python runs handlers in the thread whose id is the process id, also after a fork in another thread. */
-    wait->is_main = (pid_t)syscall(SYS_gettid) == getpid();
     wait->detached = PyEval_SaveThread();
 }
 
@@ -70,7 +68,10 @@ cd_status cd_py_wait_idle(void *ctx)
         cd_py_wait_detach(wait);
         return CD_OK;
     }
-    if (!wait->is_main)
+    /* Python runs handlers in the thread whose id is the process id, also after a fork in another thread. */
+    if (wait->is_main == 0)
+        wait->is_main = (pid_t)syscall(SYS_gettid) == getpid() ? 1 : -1;
+    if (wait->is_main < 0)
         return CD_OK;
     PyEval_RestoreThread(wait->detached);
     wait->detached = NULL;

@@ -25,7 +25,7 @@ struct cd_world;
 typedef struct {
     struct cd_world *world;  /* where this rank waits is noted there for the others; may be NULL */
     PyThreadState *detached; /* the thread's state while the GIL is dropped */
-    bool is_main;            /* may run signal handlers; known from the first idle turn on */
+    int8_t is_main;          /* 1: may run signal handlers; 0: not known before the first idle turn; −1: may not */
 } cd_py_wait;
 
 /* Seconds (int or float), a timedelta, or None → nanoseconds. None gives default_ns; inf gives UINT64_MAX (never); 0 is 0

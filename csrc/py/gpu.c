@@ -5,6 +5,7 @@
 #include "py/errors.h"
 #include "py/glue.h"
 #include "py/group.h"
+#include "py/redop.h"
 
 /* Connects the group's GPU side if that has not been done. */
 static cd_status open_gpu(cd_group *group, int index)
@@ -127,7 +128,22 @@ static PyObject *coalesce_end(PyObject *module, PyObject *args)
     return cd_py_raise_from(state, status, "batch_isend_irecv");
 }
 
+/* _gpu_reduces(op, dtype): the backend's own table. */
+static PyObject *gpu_reduces(PyObject *module, PyObject *args)
+{
+    PyObject *op, *dtype;
+    cd_redop redop;
+    double factor;
+    cd_dtype number;
+    uint32_t bytes;
+    if (!PyArg_ParseTuple(args, "OO", &op, &dtype) || cd_py_redop_read(cd_py_state_of(module), op, &redop, &factor) < 0 ||
+        cd_py_dtype_of(dtype, &number, &bytes) < 0)
+        return NULL;
+    return PyBool_FromLong(cd_gpu_supports(CD_ALL_REDUCE, redop, number) == CD_OK);
+}
+
 static PyMethodDef methods[] = {
+    {"_gpu_reduces", gpu_reduces, METH_VARARGS, "_gpu_reduces(op, dtype)\n--\n\nWhether NCCL has the reduction for the dtype."},
     {"_gpu_open", gpu_open, METH_VARARGS, "_gpu_open(group, index)\n--\n\nConnects the GPUs of the group; collective."},
     {"_gpu_alloc", gpu_alloc, METH_VARARGS, "_gpu_alloc(group, bytes)\n--\n\nAddress of registered GPU memory."},
     {"_gpu_release", gpu_release, METH_VARARGS, "_gpu_release(group, address)\n--\n\nGives it back."},

@@ -141,12 +141,7 @@ def supports(op, dtype, device="cpu") -> bool:
         if op not in _REDUCTIONS:
             raise ValueError(f"unknown operation {op!r}")
         op = ReduceOp.SUM
-    if not _core._reduces(op, dtype):
-        return False
-    if kind == "cuda":
-        wide = str(dtype).rpartition(".")[2] in ("longdouble", "float128", "clongdouble", "complex256")
-        return not wide and int(ReduceOp(op).op) not in (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR)
-    return True
+    return _core._reduces(op, dtype) and (kind == "cpu" or _core._gpu_reduces(op, dtype))
 
 
 class DebugLevel(enum.IntEnum):

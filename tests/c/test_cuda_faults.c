@@ -158,6 +158,8 @@ static void cause_main(int rank, void *ctx)
     gpu_rank_open(&r, ctx, rank);
     cd_span span = {gpu_alloc(&r, 16), 4, 0, 4};
     cd_op op = reduce_of(&span);
+    CHECK_OK(r.backend->ops->run(r.backend, &op, &r.patience)); /* both: connected */
+    gpu_flush(&r);
     if (rank == 0) {
         cd_event *event = 0;
         CHECK_OK(r.backend->ops->start(r.backend, &op, &r.patience, &event));
@@ -272,9 +274,122 @@ static void split_main(int rank, void *ctx)
     gpu_rank_close(&whole);
 }
 
+/* Rank 1 never comes to the first collective: rank 0 waits inside NCCL, until the deadline, a cause, or an abort from another
+ * thread ends it. The communicator is freed only after the call has come out. */
+enum { BY_DEADLINE, BY_CAUSE, BY_ABORT, WAYS };
+
+typedef struct {
+    gpu_rank *rank;
+    int way;
+} ending;
+
+static void *end_soon(void *arg)
+{
+    ending *e = arg;
+    int (*waiting)(void) = FAKE_NCCL_CALL(int (*)(void), fake_nccl_waiting);
+    while (waiting() == 0)
+        cd_sleep_ns(CD_NS_PER_MS);
+    if (e->way == BY_CAUSE) {
+        cd_fail_rank(CD_PEER_LOST, 1, "rank 1 died");
+        cd_cause_publish(e->rank->team.cause, cd_last_error());
+    }
+    if (e->way == BY_ABORT)
+        e->rank->backend->ops->abort(e->rank->backend);
+    return 0;
+}
+
+static void connect_alone(gpu_rank *r, int way, bool coalesced)
+{
+    static const cd_status wanted[] = {CD_TIMED_OUT, CD_PEER_LOST, CD_ABORTED};
+    cd_span span = {gpu_alloc(r, 16), 4, 0, 4};
+    cd_op op = reduce_of(&span);
+    pthread_t thread;
+    ending e = {r, way};
+    cd_patience brief = r->patience;
+    if (way == BY_DEADLINE)
+        brief.deadline = cd_deadline_after_ns(200 * CD_NS_PER_MS);
+    CHECK(pthread_create(&thread, 0, end_soon, &e) == 0);
+    uint64_t before = cd_now_ns();
+    if (coalesced) {
+        CHECK_OK(r->backend->ops->group_begin(r->backend));
+        CHECK_OK(r->backend->ops->run(r->backend, &op, &brief));
+        CHECK_FAILS(r->backend->ops->group_end(r->backend, &brief), wanted[way]);
+    } else {
+        CHECK_FAILS(r->backend->ops->run(r->backend, &op, &brief), wanted[way]);
+    }
+    CHECK(cd_now_ns() - before < 5 * CD_NS_PER_S);
+    pthread_join(thread, 0);
+    CHECK(r->backend->ops->run(r->backend, &op, &r->patience) != CD_OK);
+}
+
+static void lonely_main(int rank, void *ctx)
+{
+    static int way, coalesced;
+    gpu_rank r;
+    gpu_rank_open(&r, ctx, rank);
+    if (rank == 0) {
+        connect_alone(&r, way, coalesced);
+        coalesced += ++way == WAYS;
+        way %= WAYS;
+    }
+    pthread_barrier_wait(&r.group->barrier);
+    gpu_rank_close(&r);
+}
+
+/* Ctrl-C, that is the idle callback, ends a wait for the others to connect. */
+static cd_status interrupt(void *ctx)
+{
+    int *calls = ctx;
+    return ++*calls < 3 ? CD_OK : cd_fail(CD_INTERRUPTED, "interrupted");
+}
+
+static void interrupted_main(int rank, void *ctx)
+{
+    gpu_rank r;
+    int calls = 0;
+    gpu_rank_open(&r, ctx, rank);
+    if (rank == 0) {
+        cd_span span = {gpu_alloc(&r, 16), 4, 0, 4};
+        cd_op op = reduce_of(&span);
+        cd_patience with_idle = r.patience;
+        with_idle.idle = interrupt;
+        with_idle.idle_ctx = &calls;
+        CHECK_FAILS(r.backend->ops->run(r.backend, &op, &with_idle), CD_INTERRUPTED);
+    }
+    pthread_barrier_wait(&r.group->barrier);
+    gpu_rank_close(&r);
+}
+
+/* Rank 1 is in no split that rank 0 waits for. */
+static void lonely_split_main(int rank, void *ctx)
+{
+    gpu_rank r;
+    gpu_rank_open(&r, ctx, rank);
+    if (rank == 0) {
+        cd_patience brief = r.patience;
+        brief.deadline = cd_deadline_after_ns(200 * CD_NS_PER_MS);
+        CHECK_FAILS(cd_gpu_sit_out_split(r.backend, &brief), CD_TIMED_OUT);
+        CHECK(error_has("ncclCommSplit: NCCL was still waiting for another rank"));
+    }
+    pthread_barrier_wait(&r.group->barrier);
+    gpu_rank_close(&r);
+}
+
+/* An older NCCL, whose abort flag cannot be raised alone: communicators do not block, calls are polled for. */
+static void check_older(void)
+{
+    static gpu_group groups[2];
+    setenv("FAKE_NCCL_VERSION", "21805", 1);
+    gpu_group_init(&groups[0], 2);
+    check_on_ranks(2, late_main, &groups[0]);
+    gpu_group_init(&groups[1], 2);
+    check_on_ranks(2, abort_main, &groups[1]);
+    unsetenv("FAKE_NCCL_VERSION");
+}
+
 static void on_group(int world, check_rank_func body)
 {
-    static gpu_group groups[16];
+    static gpu_group groups[24];
     static int used;
     gpu_group *g = &groups[used++];
     gpu_group_init(g, world);
@@ -293,15 +408,23 @@ int main(void)
     on_group(2, cause_main);
     on_group(2, abort_main);
     on_group(2, async_error_main);
+    setenv("FAKE_NCCL_INIT_MS", "300", 1);
     on_group(2, open_late_main);
+    unsetenv("FAKE_NCCL_INIT_MS");
+    for (int i = 0; i < 2 * WAYS; i++)
+        on_group(2, lonely_main);
+    on_group(2, interrupted_main);
+    on_group(2, lonely_split_main);
+    check_older();
     gpu_group_init(&split.whole, 4);
     gpu_group_init(&split.even, 2);
     gpu_group_init(&split.odd, 1);
     check_on_ranks(4, split_main, &split);
-    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_splits)() == 4);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_splits)() == 5);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_aborts)() >= 4);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_left)() == 0);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_early_calls)() == 0);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_pulled)() == 0);
     CHECK(FAKE_CUDA_CALL(long (*)(void), fake_cuda_left)() == 0);
     puts("test_cuda_faults: ok");
     return 0;

@@ -1,6 +1,9 @@
 /* NCCL without GPUs, for tests: communicators over a file mapped by all ranks (threads or processes), operations run in the stream
  * threads of the fake driver, in the order of their issue. As strict as the real one: non-blocking communicators answer "in
- * progress" and refuse calls until ncclCommGetAsyncError was asked; kernels wait for their peers until they are aborted. */
+ * progress" and refuse calls until ncclCommGetAsyncError was asked; blocking ones wait within their creation and within the
+ * first collective of each kind until all ranks have come, or until the abort flag is raised; kernels wait for their peers
+ * until then too; ncclCommAbort raises the flag at once and frees when the group that it stands in ends.
+ *   FAKE_NCCL_INIT_MS   how long the creation of a communicator takes at least */
 #include "fake_nccl.h"
 
 #include "cuda/nccl_abi.h"
@@ -28,6 +31,7 @@ typedef struct {
 typedef struct {
     _Atomic int attached;
     _Atomic uint64_t arrived[RANKS];
+    _Atomic uint32_t connected[RANKS]; /* bits of kinds */
     _Atomic uint64_t split_arrived[RANKS];
     struct {
         int color, key;
@@ -41,6 +45,9 @@ typedef struct comm {
     int rank, world;
     segment *seg;
     _Atomic bool abort, ready;
+    bool blocking;
+    _Atomic int inside; /* calls that use it */
+    uint32_t connected;
     _Atomic int refs, early; /* early: answers "in progress" still due */
     _Atomic bool asked;      /* ncclCommGetAsyncError has said success since the last "in progress" */
     _Atomic int busy;        /* splits under way */
@@ -77,7 +84,10 @@ static _Thread_local operation *grouped;
 static _Thread_local int grouped_count;
 static _Thread_local cd_nccl_result group_error;
 static _Atomic int failing[RANKS];
-static _Atomic int left, aborts, splits, groups, early_calls, ids;
+static _Atomic int left, aborts, splits, groups, early_calls, pulled, waiting, ids;
+enum { DOOMED = 16, INTERNAL_ERROR = 3 };
+static _Thread_local comm *doomed[DOOMED]; /* freed at the end of the group */
+static _Thread_local int doomed_count;
 
 static void nap(void)
 {
@@ -114,6 +124,9 @@ static comm *make_comm(int world, int rank)
 
 static bool attach(comm *c)
 {
+    const char *ms = getenv("FAKE_NCCL_INIT_MS");
+    for (int i = ms ? atoi(ms) : 0; i > 0 && !atomic_load(&c->abort); i--)
+        nanosleep(&(struct timespec){0, 1000000}, 0);
     int fd = open(c->path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     if (fd < 0 || ftruncate(fd, sizeof *c->seg) != 0)
         return false;
@@ -164,12 +177,28 @@ cd_nccl_result ncclGetUniqueId(cd_nccl_id *out)
     return 0;
 }
 
+static cd_nccl_result finish_init(comm *c)
+{
+    atomic_fetch_add(&c->inside, 1);
+    bool good = attach(c) && !atomic_load(&c->abort);
+    atomic_store(&c->early, 0);
+    atomic_store(&c->asked, true);
+    atomic_store(&c->ready, true);
+    atomic_fetch_sub(&c->inside, 1);
+    return good ? CD_NCCL_SUCCESS : INTERNAL_ERROR;
+}
+
 cd_nccl_result ncclCommInitRankConfig(cd_nccl_comm *out, int world, cd_nccl_id id, int rank, cd_nccl_config *config)
 {
-    if (world > RANKS || config->magic != CD_NCCL_MAGIC || config->blocking != 0)
+    if (world > RANKS || config->magic != CD_NCCL_MAGIC)
         return CD_NCCL_INVALID_ARGUMENT;
     comm *c = make_comm(world, rank);
     memcpy(c->path, id.internal, sizeof id.internal);
+    c->blocking = config->blocking != 0;
+    if (c->blocking) {
+        atomic_store((_Atomic(cd_nccl_comm) *)out, c); /* so early, as the real one does */
+        return finish_init(c);
+    }
     atomic_fetch_add(&c->refs, 1);
     run_detached(init_main, c);
     *out = c;
@@ -225,17 +254,29 @@ static bool too_early(comm *c)
 cd_nccl_result ncclCommSplit(cd_nccl_comm handle, int color, int key, cd_nccl_comm *out, cd_nccl_config *config)
 {
     comm *c = handle;
-    if (config->blocking != 0 || too_early(c))
+    if ((config->blocking != 0) != c->blocking || too_early(c))
         return CD_NCCL_INVALID_ARGUMENT;
     split_job *j = malloc(sizeof *j);
     *j = (split_job){c, color == CD_NCCL_NO_COLOR ? 0 : make_comm(0, 0), color, key};
     if (j->child)
         atomic_fetch_add(&j->child->refs, 1);
-    *out = j->child;
+    comm *child = j->child;
+    atomic_store((_Atomic(cd_nccl_comm) *)out, child);
     atomic_fetch_add(&c->refs, 1);
     atomic_fetch_add(&c->busy, 1);
-    atomic_store(&c->asked, false);
     atomic_fetch_add(&splits, 1);
+    if (c->blocking) {
+        atomic_fetch_add(&c->inside, 1);
+        split_main(j);
+        atomic_fetch_sub(&c->inside, 1);
+        if (child) {
+            child->blocking = true;
+            atomic_store(&child->early, 0);
+            atomic_store(&child->asked, true);
+        }
+        return atomic_load(&c->abort) ? INTERNAL_ERROR : CD_NCCL_SUCCESS;
+    }
+    atomic_store(&c->asked, false);
     run_detached(split_main, j);
     return CD_NCCL_IN_PROGRESS;
 }
@@ -259,6 +300,8 @@ cd_nccl_result ncclCommGetAsyncError(cd_nccl_comm handle, cd_nccl_result *out)
 cd_nccl_result ncclCommFinalize(cd_nccl_comm handle)
 {
     comm *c = handle;
+    if (c->blocking)
+        return CD_NCCL_SUCCESS;
     atomic_store(&c->early, 2);
     return CD_NCCL_IN_PROGRESS;
 }
@@ -270,14 +313,25 @@ cd_nccl_result ncclCommDestroy(cd_nccl_comm handle)
     return 0;
 }
 
+static void free_aborted(comm *c)
+{
+    /* The real one frees memory that a call still uses. */
+    if (atomic_load(&c->inside) > 0)
+        atomic_fetch_add(&pulled, 1);
+    unlink(c->path);
+    atomic_fetch_sub(&left, 1);
+    unref(c);
+}
+
 cd_nccl_result ncclCommAbort(cd_nccl_comm handle)
 {
     comm *c = handle;
     atomic_store(&c->abort, true);
-    unlink(c->path);
     atomic_fetch_add(&aborts, 1);
-    atomic_fetch_sub(&left, 1);
-    unref(c);
+    if (group_depth > 0 && doomed_count < DOOMED)
+        doomed[doomed_count++] = c;
+    else
+        free_aborted(c);
     return 0;
 }
 
@@ -500,9 +554,35 @@ static void run_job(void *arg)
 
 /* ------------------------------------------------------------------ issue */
 
+/* The first collective of a kind waits here until all ranks have come to theirs. */
+static cd_nccl_result connect_kinds(comm *c, const operation *ops, int count)
+{
+    uint32_t kinds = 0;
+    for (int i = 0; i < count; i++)
+        kinds |= ops[i].kind < SEND ? 1u << ops[i].kind : 0;
+    if (!(kinds & ~c->connected))
+        return atomic_load(&c->abort) ? INTERNAL_ERROR : CD_NCCL_SUCCESS;
+    c->connected |= kinds;
+    atomic_fetch_or(&c->seg->connected[c->rank], kinds);
+    atomic_fetch_add(&waiting, 1);
+    for (int r = 0; r < c->world; r++)
+        while ((atomic_load(&c->seg->connected[r]) & kinds) != kinds && !atomic_load(&c->abort))
+            nap();
+    atomic_fetch_sub(&waiting, 1);
+    return atomic_load(&c->abort) ? INTERNAL_ERROR : CD_NCCL_SUCCESS;
+}
+
 static cd_nccl_result push(const operation *ops, int count)
 {
     comm *c = ops[0].comm;
+    if (c->blocking) {
+        atomic_fetch_add(&c->inside, 1);
+        cd_nccl_result result = connect_kinds(c, ops, count);
+        atomic_fetch_sub(&c->inside, 1);
+        if (result != CD_NCCL_SUCCESS)
+            return result;
+        c->launched = true;
+    }
     job *j = malloc(sizeof *j + (size_t)count * sizeof *ops);
     j->comm = c;
     j->count = count;
@@ -554,6 +634,8 @@ cd_nccl_result ncclGroupEnd(void)
         return CD_NCCL_INVALID_ARGUMENT;
     if (--group_depth > 0)
         return 0;
+    while (doomed_count > 0)
+        free_aborted(doomed[--doomed_count]);
     cd_nccl_result result = group_error;
     if (grouped_count && result == CD_NCCL_SUCCESS) {
         atomic_fetch_add(&groups, 1);
@@ -688,4 +770,14 @@ int fake_nccl_groups(void)
 int fake_nccl_early_calls(void)
 {
     return atomic_load(&early_calls);
+}
+
+int fake_nccl_pulled(void)
+{
+    return atomic_load(&pulled);
+}
+
+int fake_nccl_waiting(void)
+{
+    return atomic_load(&waiting);
 }

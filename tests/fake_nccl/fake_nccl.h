@@ -13,5 +13,9 @@ int fake_nccl_splits(void);
 int fake_nccl_groups(void);
 /* Calls that real NCCL would have refused: made while the communicator was still "in progress". */
 int fake_nccl_early_calls(void);
+/* Communicators that were freed while a call was inside. */
+int fake_nccl_pulled(void);
+/* Calls that wait for other ranks to connect, now. */
+int fake_nccl_waiting(void);
 
 #endif

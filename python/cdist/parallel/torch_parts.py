@@ -134,7 +134,8 @@ def _broadcast_together(kinds, group, src):
     if root:
         return
     for same, part, new in zip(kinds, parts, together.split([len(part) for part in parts]), strict=True):
-        if not torch.equal(part, new):
+        # On a GPU the look at the values would wait for all that is queued there.
+        if part.is_cuda or not torch.equal(part, new):
             values = new.view(same[0].dtype)
             torch._foreach_copy_(same, torch._utils._unflatten_dense_tensors(values, same))
 
