@@ -51,7 +51,7 @@ if [ "$what" != bench ]; then
 fi
 if [ "$what" != test ]; then
     step raw 20 bash -c raw_loop
-    step bench 200 $PY benchmarks/gpu.py --raw build/gpu/nccl_raw.so --out "$OUT"
+    step bench 240 $PY benchmarks/gpu.py --raw build/gpu/nccl_raw.so --out "$OUT"
 fi
 echo "failed:${failed:- nothing}"
 [ -z "$failed" ]
