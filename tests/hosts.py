@@ -224,11 +224,11 @@ def hosts(count, networks=1):
         yield made
 
 
-def _on_host(rank, size, places, per_host, function, options, arguments):
+def _on_host(rank, size, places, per_host, master, function, options, arguments):
     host = places[rank // per_host]
     host.enter()
     os.environ.update(
-        MASTER_ADDR=places[0].address,
+        MASTER_ADDR=master or places[0].address,
         MASTER_PORT=str(_PORT),
         LOCAL_RANK=str(rank % per_host),
         LOCAL_WORLD_SIZE=str(per_host),
@@ -240,14 +240,14 @@ def _on_host(rank, size, places, per_host, function, options, arguments):
     return function(rank, size, *arguments)
 
 
-def world(places, function, *arguments, per_host=1, init=True, group_timeout=30, **options):
+def world(places, function, *arguments, per_host=1, init=True, group_timeout=30, master=None, **options):
     """cdist.testing.run with `per_host` ranks on each of the hosts `places`, which meet at the first.
 
-    init=False leaves init_process_group to the function (the environment is that of a launcher); `options`
-    are those of cdist.testing.run.
+    init=False leaves init_process_group to the function (the environment is that of a launcher); `master` is
+    another address for the ranks to meet at; `options` are those of cdist.testing.run.
     """
     settings = {"timeout": group_timeout} if init else None
-    fixed = (places, per_host, function, settings, arguments)
+    fixed = (places, per_host, master, function, settings, arguments)
     return testing.run(_on_host, len(places) * per_host, *fixed, init=None, **options)
 
 

@@ -100,6 +100,7 @@ def _bad(rank, world):
 
 
 def test_wrong_calls_raise_before_anything_is_sent():
+    """K56."""
     assert run(_bad, 2) == [[2.0] * 4] * 2
 
 
@@ -164,6 +165,7 @@ def test_differing_calls_raise_on_all_ranks(name, transport):
 
 
 def test_mismatch_text_shows_both_sides():
+    """K04."""
     def body(rank, world):
         with pytest.raises(errors.MismatchError) as caught:
             cdist.all_reduce(np.ones(3, "f8" if rank == 2 else "f4"))
@@ -263,6 +265,7 @@ def _works(rank, world):
 
 @pairs
 def test_work(transport):
+    """K101."""
     assert run(_works, 2, transport=transport) == ["ok"] * 2
 
 

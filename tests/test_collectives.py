@@ -58,6 +58,7 @@ def test_reductions_of_all_dtypes(world, transport):
 
 @everywhere
 def test_moves_of_all_dtypes(world, transport):
+    """K64, K68."""
     check(
         [{"kind": kind, "name": name, "shape": (3, 4)} for kind in MOVING for name in NUMBERS + OTHERS],
         world,
@@ -67,6 +68,7 @@ def test_moves_of_all_dtypes(world, transport):
 
 @everywhere
 def test_layouts(world, transport):
+    """Gaps between strides stay untouched."""
     check(
         [
             {"kind": kind, "name": name, "shape": shape, "layout": layout}
@@ -103,6 +105,7 @@ def test_sizes(world, transport, async_op):
 
 @everywhere
 def test_empty_and_0d_arrays(world, transport):
+    """K53, K61."""
     check(
         [
             {"kind": kind, "name": name, "shape": shape}
@@ -176,6 +179,7 @@ def _uneven(rank, world):
 
 @everywhere
 def test_uneven_blocks(world, transport):
+    """K55, K62."""
     assert run(_uneven, world, transport=transport) == ["ok"] * world
 
 
@@ -212,6 +216,18 @@ def _read_only_source(rank, world):
     cdist.broadcast(x, 0)
     cdist.reduce(np.broadcast_to(np.float64(2.0), 5) if rank else np.ones(5), 0)
     return x.tolist()
+
+
+def test_numpy_scalars_are_refused_with_a_hint():
+    """K61: a scalar of NumPy cannot be written to."""
+
+    def body(rank, world):
+        for call in (cdist.all_reduce, lambda x: cdist.broadcast(x, 0)):
+            with pytest.raises(TypeError, match="float64") as caught:
+                call(np.float64(3))
+        return str(caught.value)
+
+    assert run(body, 1)[0]
 
 
 def test_inputs_may_be_read_only():
@@ -255,10 +271,56 @@ def _semantics(rank, world):
 
 @pairs
 def test_rules_of_reductions(transport):
+    """K65, K67, K70."""
     assert run(_semantics, 2, transport=transport) == ["ok"] * 2
 
 
+def _averages_of_subgroup(rank, world):
+    group = cdist.new_group([0, 2])
+    for count in (3, 5):
+        x = np.full(count, -3 - rank, "i4")
+        cdist.all_reduce(x, ReduceOp.AVG)
+        assert x.tolist() == [-4] * count  # (-3 - 4 - 5) / 3
+        x = np.full(count, -3 - rank // 2, "i4")
+        if rank != 1:
+            cdist.all_reduce(x, ReduceOp.AVG, group=group)
+            assert x.tolist() == [-3] * count  # -7 / 2, toward zero
+    return "ok"
+
+
+@pairs
+def test_averages_divide_by_the_size_of_the_group(transport):
+    """K65."""
+    assert run(_averages_of_subgroup, 3, transport=transport) == ["ok"] * 3
+
+
+def _broadcast_of_all_types(rank, world):
+    wrong = []
+    known = {np.dtype(kind) for kind in np.sctypeDict.values() if kind is not np.object_}
+    dtypes = {dtype.name: dtype for dtype in known}
+    for kind, dtype in sorted(dtypes.items()):
+        if dtype.itemsize == 0:
+            dtype = np.dtype(dtype.str.replace("0", "3"))
+        x = np.zeros(4, dtype)
+        if rank == 0:
+            x.view("u1")[:] = np.arange(x.nbytes) % 2 if kind == "bool" else np.arange(x.nbytes) % 127
+        want = x.tobytes() if rank == 0 else None
+        cdist.broadcast(x, 0)
+        texts = [None] * world
+        cdist.all_gather_object(texts, want or x.tobytes())
+        if texts[0] != texts[1]:
+            wrong.append(kind)
+    return wrong
+
+
+@pairs
+def test_every_type_of_numpy_can_be_broadcast(transport):
+    """K68."""
+    assert run(_broadcast_of_all_types, 2, transport=transport) == [[], []]
+
+
 def test_supports_agrees_with_the_calls():
+    """K71."""
     def body(rank, world):
         wrong = []
         for name in NUMBERS:
@@ -278,6 +340,7 @@ def test_supports_agrees_with_the_calls():
 
 
 def test_bfloat16_is_accumulated_in_float32():
+    """K64."""
     inputs = [np.full(3, 1 + 2**-7, ml_dtypes.bfloat16)] * 64
     want = reduced("SUM", inputs)
     assert want[0] == np.float32(64 * (1 + 2**-7)).astype(ml_dtypes.bfloat16)

@@ -438,6 +438,7 @@ def test_buffers():
 
 
 def test_subgroup_starts_from_its_first_rank():
+    """K113."""
     def body(rank, world):
         group = cdist.new_group([2, 3])
         if rank < 2:

@@ -66,6 +66,7 @@ def _translation(rank, world):
 
 @transports
 def test_ranks_in_subgroups(transport):
+    """K112."""
     assert run(_translation, 4, transport=transport) == [None, "member", None, "member"]
 
 
@@ -96,6 +97,7 @@ def _members_only(rank, world):
 
 @transports
 def test_creation_is_among_the_members(transport):
+    """K115, K116, K118."""
     assert run(_members_only, 4, transport=transport) == ["ok"] * 4
 
 
@@ -111,6 +113,7 @@ def _disagree(rank, world):
 
 
 def test_disagreement_on_members_names_the_lists():
+    """K115."""
     for text in run(_disagree, 3)[:2]:
         assert "[0, 1]" in text
         assert "[0, 1, 2]" in text
@@ -137,6 +140,7 @@ def _two_threads(rank, world):
 
 @transports
 def test_groups_in_two_threads(transport):
+    """K118."""
     assert run(_two_threads, 2, transport=transport) == [[], []]
 
 

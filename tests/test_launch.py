@@ -330,6 +330,79 @@ def test_the_first_failure_ends_the_job(launcher, end, code, words):  # K131, K1
         assert report.splitlines()[-1] == "ValueError: unwell"
 
 
+def test_who_waits_for_a_rank_that_left_learns_it(launcher):
+    """K130: an exit with 0 in the middle is no success of the job."""
+    script = launcher.script("""
+        import cdist
+        cdist.init_process_group("gloo", timeout=60)
+        cdist.barrier()
+        if rank == 1:
+            sys.exit(0)
+        cdist.barrier()
+        """)
+    result = launcher.run(PER_NODE, 2, script)
+    assert result.returncode == 1
+    assert re.search(r"PeerLostError: .*rank 1 left the group", result.stderr), result.stderr
+
+
+def test_all_ranks_resume_together_after_a_restart(launcher):
+    """K136: one of three is killed; all start anew, and every one takes the one resync step."""
+    script = launcher.script("""
+        import cdist
+        import numpy as np
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        cdist.init_process_group("gloo", timeout=60)
+        behind = np.array([0 if attempt == 0 else 1 if rank == 1 else 0])
+        cdist.all_reduce(behind, cdist.ReduceOp.MAX)
+        syncs = 0
+        step = [3 if rank != 1 else None]
+        if behind[0]:
+            cdist.broadcast_object_list(step, 0)
+            syncs += 1
+        x = np.full(5, rank + 1.0)
+        cdist.all_reduce(x)
+        if attempt == 0 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        cdist.barrier()
+        print(attempt, rank, syncs, step[0], x[0])
+        """)
+    result = launcher.run(PER_NODE, 3, "--max-restarts", 1, script)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [f"1 {rank} 1 3 6.0" for rank in range(3)]
+
+
+def _memory_cgroup():
+    """A memory cgroup of this test's own with a limit of 400 MiB, or None where none can be made."""
+    root = Path("/sys/fs/cgroup/memory")
+    folder = root / f"cdist-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(400 << 20))
+    except OSError:
+        return None
+    return folder
+
+
+def test_the_out_of_memory_killer_is_named(launcher):
+    """K125: a worker that the kernel kills in its memory cgroup."""
+    folder = _memory_cgroup()
+    if folder is None:
+        pytest.skip("no memory cgroup (version 1) can be made here; test_memory_watch reads both kinds")
+    script = launcher.script("if rank == 1:\n    x = bytearray(800 << 20)\ntime.sleep(600)")
+    join = f"echo $$ > {folder}/cgroup.procs && exec \"$@\""
+    try:
+        command = ["sh", "-c", join, "sh", sys.executable, "-m", "cdist.run", PER_NODE, "2", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    finally:
+        end = time.monotonic() + 10
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        folder.rmdir()
+    assert done.returncode == 137
+    assert "out of memory: the kernel's out-of-memory killer struck" in done.stderr
+    assert "memory limit of the cgroup: 400 MiB" in done.stderr
+
+
 def test_an_early_end_is_no_failure_by_itself(launcher):  # K130
     script = launcher.script(
         "if rank == 0:\n    touch('gone')\n    sys.exit(0)\n"

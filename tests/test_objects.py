@@ -90,6 +90,7 @@ def _out_of_band(rank, world):
 
 
 def test_large_arrays_stay_out_of_the_stream():
+    """K97."""
     assert run(_out_of_band, 1) == ["ok"]
 
 
@@ -120,6 +121,7 @@ def _cannot_pickle(rank, world):
 
 
 def test_what_cannot_be_pickled_raises_on_every_rank():
+    """K100."""
     a, b = run(_cannot_pickle, 2)
     assert [t.partition(":")[2] for t in a] == [t.partition(":")[2] for t in b]
     assert "rank 0 could not pickle its object" in a[0]
@@ -137,6 +139,7 @@ def _cannot_unpickle(rank, world):
 
 
 def test_what_cannot_be_unpickled_raises_there_and_the_group_goes_on():
+    """K100."""
     assert run(_cannot_unpickle, 2) == [["fine", "fine"], "no such class here"]
 
 
@@ -149,6 +152,7 @@ def _slow(rank, world):
 
 
 def test_unpickling_is_outside_of_the_timeout():
+    """K98."""
     assert run(_slow, 2, group_timeout=1) == ["ok"] * 2
 
 

@@ -32,6 +32,7 @@ def _exchange(rank, world):
 
 @pairs
 def test_both_ways_and_all_sizes(transport):
+    """K104."""
     assert run(_exchange, 2, transport=transport) == ["ok"] * 2
 
 
@@ -57,6 +58,7 @@ def _order(rank, world):
 
 @pairs
 def test_first_in_first_out_per_sender_tag_and_group(transport):
+    """K109."""
     assert run(_order, 2, transport=transport) == ["ok"] * 2
 
 
@@ -96,6 +98,7 @@ def _any_source(rank, world):
 
 @pairs
 def test_any_source(transport):
+    """K110."""
     assert run(_any_source, 3, transport=transport)[2] == {0: [10] * 3, 1: [11] * 3}
 
 
@@ -137,6 +140,7 @@ def _ring(rank, world):
 
 @pairs
 def test_batches(transport):
+    """K103."""
     assert run(_ring, 4, transport=transport) == ["ok"] * 4
 
 
@@ -158,6 +162,7 @@ def _asymmetric(rank, world):
 
 @pairs
 def test_asymmetric_batches(transport):
+    """K106."""
     assert run(_asymmetric, 2, transport=transport) == ["ok"] * 2
 
 
@@ -182,6 +187,7 @@ def _reply_in_between(rank, world):
 
 @pairs
 def test_each_message_of_a_batch_completes_alone(transport):
+    """K107."""
     assert run(_reply_in_between, 3, transport=transport)[2] == 11
 
 
@@ -197,6 +203,7 @@ def _both_send_first(rank, world):
 
 @pairs
 def test_large_blocking_sends_of_both_time_out_with_a_hint(transport):
+    """K104."""
     assert run(_both_send_first, 2, transport=transport) == ["ok"] * 2
 
 

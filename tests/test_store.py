@@ -119,6 +119,16 @@ def test_values(store):
     assert not store.check(["x"])
 
 
+def test_every_byte_comes_back(store):
+    """K59: values are bytes, whether char is signed or not (.ci/run tries both)."""
+    everything = bytes(range(256))
+    store.set("bytes", everything)
+    assert store.get("bytes") == everything
+    for value in range(256):
+        store.set(f"byte{value}", bytes([value]) * 3)
+    assert store.multi_get([f"byte{value}" for value in range(256)]) == [bytes([v]) * 3 for v in range(256)]
+
+
 def test_compare_set(store):
     assert store.compare_set("k", "other", "v") == b"other"
     assert not store.check(["k"])

@@ -6,7 +6,9 @@
  *             scatter     1 + a  h × log2 P + (P − 1)(h + B) at the root, h × log2 P elsewhere
  *             all_to_all  2      (P − 1)h + the sum of the blocks for others
  *
- * a: log2 P steps of agreement, at the same time as the first. Blocks of up to CD_NET_CARRY bytes ride in the hello (one step); larger ones follow in pieces, WINDOW of them under way for
+ * a: log2 P steps of agreement, at the same time as the first.
+ *
+ * Blocks of up to CD_NET_CARRY bytes ride in the hello (one step); larger ones follow in pieces, WINDOW of them under way for
  * each pair. The hello names the bytes of the block, so that uneven blocks which differ between the two ends are found out. */
 #include "coll/net_run.h"
 #include "simd/strided.h"

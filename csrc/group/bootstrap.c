@@ -24,7 +24,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 /* Between two looks at an address that turned out to be old. */
@@ -45,37 +44,21 @@ typedef struct {
     cd_error refusal;                /* rank 0: why nobody can join any more; code CD_OK: none */
 } meeting;
 
-static uint64_t namespace_inode(const char *path)
-{
-    struct stat info;
-    return stat(path, &info) == 0 ? (uint64_t)info.st_ino : 0;
-}
-
-static cd_status describe_me(meeting *m)
-{
-    cd_world *w = m->world;
-    m->me = (cd_member){.rank = w->rank,
-                        .world = w->world,
-                        .user = (uint32_t)geteuid(),
-                        .process = (uint32_t)getpid(),
-                        .pid_namespace = namespace_inode("/proc/self/ns/pid")};
-    m->me.net_namespace = w->force_tcp ? 0 : namespace_inode("/proc/self/ns/net");
-    cd_host_boot_id(m->me.boot_id);
-    cd_host_name(m->me.host_name, sizeof m->me.host_name);
-    return cd_host_random(m->me.nonce, sizeof m->me.nonce);
-}
-
 /* `towards`: the host that others reach us through; the route to it decides our address unless a setting names one. */
 static cd_status open_listener(meeting *m, const char *towards, uint16_t port)
 {
     cd_world *w = m->world;
     if (w->data_listener >= 0)
         return CD_OK;
-    if (m->config->bind_address)
-        snprintf(m->me.address, sizeof m->me.address, "%s", m->config->bind_address);
-    else
+    if (!m->me.address[0])
         CD_TRY(cd_addr_local_for(towards, port, m->me.address, sizeof m->me.address));
-    return cd_sock_listen_range(m->me.address, &w->data_listener, &m->me.port);
+    CD_TRY(cd_sock_listen_range(m->me.address, &w->data_listener, &m->me.port));
+    if (cd_log_wants(CD_LOG_INFO)) {
+        char interface[64];
+        cd_log(CD_LOG_INFO, "rank %d listens on %s port %u (%s)", w->rank, m->me.address, m->me.port,
+               cd_addr_interface(m->me.address, interface, sizeof interface));
+    }
+    return CD_OK;
 }
 
 static const uint8_t *secret_of(const cd_world *w)
@@ -194,11 +177,6 @@ static cd_status check_claim(meeting *m)
                         m->me.host_name, other.process, other.process ? other.host_name : "another host");
 }
 
-static bool is_loopback(const char *address)
-{
-    return strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
-}
-
 static cd_status name_missing(meeting *m)
 {
     cd_world *w = m->world;
@@ -215,7 +193,7 @@ static cd_status name_missing(meeting *m)
     return cd_fail_rank(CD_TIMED_OUT, first,
                         "%d of %d ranks did not come in time: missing ranks [%s%s]; rank 0 waited for them on %s port %u%s",
                         missing, w->world, list, missing > 16 ? ", …" : "", m->me.address, m->me.port,
-                        is_loopback(m->me.address) ? ", where no other host reaches it (CDIST_SOCKET_IFNAME names another)" : "");
+                        cd_addr_is_loopback(m->me.address) ? ", which no other host reaches (see CDIST_SOCKET_IFNAME)" : "");
 }
 
 static cd_status gather_members(meeting *m, cd_greeter *greeter)
@@ -589,7 +567,7 @@ cd_status cd_world_bootstrap(cd_world *w, const cd_world_config *config, const c
     m->store = w->store;
     m->patience = patience;
     snprintf(m->key, sizeof m->key, "%s/cdist/rank0", w->prefix);
-    cd_status status = describe_me(m);
+    cd_status status = cd_member_fill(&m->me, w->rank, w->world, !w->force_tcp, config->bind_address);
     if (status == CD_OK)
         status = meet(m);
     if (status == CD_OK)

@@ -49,6 +49,9 @@ typedef struct {
     char host_name[40];
 } cd_member;
 _Static_assert(sizeof(cd_member) == 184, "crosses processes");
+/* This process, with a fresh nonce. `address`, or what a setting names, or "": the route is to tell. A setting that names no
+ * interface fails here, on every rank before it has met another. CD_BAD_ARGUMENT, CD_IO. */
+cd_status cd_member_fill(cd_member *me, int rank, int world, bool shares_memory, const char *address);
 
 typedef struct {
     cd_member me;

@@ -437,7 +437,9 @@ int cd_group_size(const cd_group *g)
 
 uint32_t cd_group_pending(const cd_group *g)
 {
-    return atomic_load_explicit(&g->pending, memory_order_relaxed); /* a number for a text: orders nothing */
+    uint32_t queued = atomic_load_explicit(&g->pending, memory_order_relaxed); /* a number for a text: orders nothing */
+    bool counts_messages = g == g->world->group && g->world->mesh && !cd_world_forked(g->world);
+    return queued + (counts_messages ? (uint32_t)cd_mesh_outstanding(g->world->mesh) : 0);
 }
 
 const int32_t *cd_group_world_ranks(const cd_group *g)

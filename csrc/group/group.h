@@ -54,7 +54,7 @@ void cd_group_release(cd_group *group);
 
 int cd_group_rank(const cd_group *group);
 int cd_group_size(const cd_group *group);
-/* Queued collectives that are not complete. Any thread. */
+/* Queued collectives that are not complete; of the default group also messages of all groups. Any thread. */
 uint32_t cd_group_pending(const cd_group *group);
 const int32_t *cd_group_world_ranks(const cd_group *group);
 uint64_t cd_group_timeout_ns(const cd_group *group);

@@ -1,9 +1,14 @@
-/* Proofs of the job secret in hellos. */
+/* What a rank says of itself, and the proofs of the job secret in hellos. */
 #include "base/hmac.h"
+#include "base/host.h"
 #include "group/control.h"
+#include "net/addr.h"
 
 #include <stddef.h>
+#include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 void cd_hello_sign(cd_hello *hello, const uint8_t *secret)
 {
@@ -42,4 +47,27 @@ void cd_answer_proof(const cd_hello *hello, const uint8_t *secret, uint8_t out[C
     memcpy(text.nonces[0], hello->me.nonce, CD_MEMBER_NONCE_BYTES);
     memcpy(text.nonces[1], hello->target, CD_MEMBER_NONCE_BYTES);
     cd_hmac_sha256(secret, 32, &text, sizeof text, out);
+}
+
+static uint64_t namespace_inode(const char *path)
+{
+    struct stat info;
+    return stat(path, &info) == 0 ? (uint64_t)info.st_ino : 0;
+}
+
+cd_status cd_member_fill(cd_member *me, int rank, int world, bool shares_memory, const char *address)
+{
+    *me = (cd_member){.rank = rank,
+                      .world = world,
+                      .user = (uint32_t)geteuid(),
+                      .process = (uint32_t)getpid(),
+                      .pid_namespace = namespace_inode("/proc/self/ns/pid")};
+    me->net_namespace = shares_memory ? namespace_inode("/proc/self/ns/net") : 0;
+    cd_host_boot_id(me->boot_id);
+    cd_host_name(me->host_name, sizeof me->host_name);
+    if (address)
+        snprintf(me->address, sizeof me->address, "%s", address);
+    else
+        CD_TRY(cd_addr_setting(me->address, sizeof me->address));
+    return cd_host_random(me->nonce, sizeof me->nonce);
 }

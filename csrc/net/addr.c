@@ -4,6 +4,7 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -129,14 +130,28 @@ static cd_status named_interface(const char *variable, const char *setting, char
     return status;
 }
 
+cd_status cd_addr_setting(char *out, size_t bytes)
+{
+    static const char *const variables[] = {"CDIST_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"};
+    for (int i = 0; i < 2; i++) {
+        const char *setting = cd_knob(variables[i]);
+        if (*setting)
+            return named_interface(variables[i], setting, out, bytes);
+    }
+    out[0] = 0;
+    return CD_OK;
+}
+
+bool cd_addr_is_loopback(const char *address)
+{
+    return strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
+}
+
 cd_status cd_addr_local_for(const char *host, uint16_t port, char *out, size_t bytes)
 {
-    const char *setting = cd_knob("CDIST_SOCKET_IFNAME");
-    if (*setting)
-        return named_interface("CDIST_SOCKET_IFNAME", setting, out, bytes);
-    setting = cd_knob("GLOO_SOCKET_IFNAME");
-    if (*setting)
-        return named_interface("GLOO_SOCKET_IFNAME", setting, out, bytes);
+    CD_TRY(cd_addr_setting(out, bytes));
+    if (out[0])
+        return CD_OK;
     struct sockaddr_storage found[8];
     int count;
     CD_TRY(cd_addr_resolve(host, port ? port : 1, found, 8, &count));
@@ -144,4 +159,42 @@ cd_status cd_addr_local_for(const char *host, uint16_t port, char *out, size_t b
         if (route_source(&found[i], out, bytes))
             return CD_OK;
     return cd_fail(CD_NETWORK, "no route to host '%s'", host);
+}
+
+/* Mbit/s as the driver tells it; 0: it does not (loopback, bridges). */
+static long speed_of(const char *interface)
+{
+    char path[96], text[24] = "";
+    snprintf(path, sizeof path, "/sys/class/net/%s/speed", interface);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t got = read(fd, text, sizeof text - 1);
+    close(fd);
+    long speed = got > 0 ? strtol(text, NULL, 10) : 0;
+    return speed > 0 ? speed : 0;
+}
+
+const char *cd_addr_interface(const char *address, char *out, size_t bytes)
+{
+    snprintf(out, bytes, "unknown interface");
+    struct ifaddrs *list;
+    if (getifaddrs(&list) != 0)
+        return out;
+    for (const struct ifaddrs *i = list; i; i = i->ifa_next) {
+        char number[64];
+        if (!is_usable(i))
+            continue;
+        cd_addr_text(i->ifa_addr, number, sizeof number);
+        if (strcmp(number, address) != 0)
+            continue;
+        long speed = speed_of(i->ifa_name);
+        if (speed)
+            snprintf(out, bytes, "%s, %ld Mbit/s", i->ifa_name, speed);
+        else
+            snprintf(out, bytes, "%s, speed unknown", i->ifa_name);
+        break;
+    }
+    freeifaddrs(list);
+    return out;
 }

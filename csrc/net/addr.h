@@ -4,6 +4,7 @@
 
 #include "base/status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/socket.h>
@@ -12,10 +13,15 @@
  * GLOO_SOCKET_IFNAME) names by name, prefix or CIDR, by comma; otherwise the source address of the route to `host`.
  * Errors: CD_BAD_ARGUMENT (no such interface: lists those that exist), CD_NETWORK (host cannot be resolved or reached). */
 cd_status cd_addr_local_for(const char *host, uint16_t port, char *out, size_t bytes);
+/* The address of the interface that a setting names (see above), "" without a setting. CD_BAD_ARGUMENT as above. */
+cd_status cd_addr_setting(char *out, size_t bytes);
+bool cd_addr_is_loopback(const char *address);
 /* Numeric text of a socket address, without port. */
 void cd_addr_text(const struct sockaddr *address, char *out, size_t bytes);
 /* Resolves host (name or number) to at most `most` stream addresses, IPv6 and IPv4 as the resolver orders them. */
 cd_status cd_addr_resolve(const char *host, uint16_t port, struct sockaddr_storage *out, int most, int *count_p);
+/* "eth0, 10000 Mbit/s": the interface that has this numeric address, with what the kernel says of its speed; returns out. */
+const char *cd_addr_interface(const char *address, char *out, size_t bytes);
 socklen_t cd_addr_bytes(const struct sockaddr_storage *address);
 
 #endif

@@ -337,6 +337,14 @@ void cd_mesh_forget(cd_mesh *mesh, uint64_t context)
     cd_mesh_unlock(mesh);
 }
 
+size_t cd_mesh_outstanding(cd_mesh *mesh)
+{
+    pthread_mutex_lock(&mesh->lock);
+    size_t count = mesh->async_count;
+    pthread_mutex_unlock(&mesh->lock);
+    return count;
+}
+
 uint64_t cd_mesh_bytes_sent(const cd_mesh *mesh)
 {
     return atomic_load_explicit(&mesh->bytes_sent, memory_order_relaxed);

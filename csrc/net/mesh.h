@@ -86,6 +86,8 @@ void cd_mesh_fail_peer(cd_mesh *mesh, int peer, const cd_error *why);
 /* A context is gone (call it for each context of a group): kept messages of the context are dropped, as are those that still
  * come; their senders' large transfers fail with CD_ABORTED. */
 void cd_mesh_forget(cd_mesh *mesh, uint64_t context);
+/* Asynchronous transfers under way. Any thread. */
+size_t cd_mesh_outstanding(cd_mesh *mesh);
 /* Payload bytes sent so far, for tests of step and byte tables. */
 uint64_t cd_mesh_bytes_sent(const cd_mesh *mesh);
 

@@ -415,7 +415,7 @@ static PyMethodDef methods[] = {
     {"set_timeout", set_timeout, METH_O,
      "set_timeout($self, timeout, /)\n--\n\nDefault timeout of later operations: a timedelta or seconds."},
     {"_announce_death", announce_death, METH_O, "Tells all peers why this rank goes."},
-    {"_pending", count_pending, METH_NOARGS, "Number of queued collectives that are not complete."},
+    {"_pending", count_pending, METH_NOARGS, "Asynchronous operations under way (messages: of all groups, by the default one)."},
     {"_local", get_local, METH_NOARGS, "(rank, size) among the ranks of this host."},
     {"_check", check_group, METH_NOARGS, "Raises what broke the group, if anything did."},
     {"_monitored_barrier", monitored_barrier, METH_VARARGS, "_monitored_barrier(timeout, wait_all_ranks)"},

@@ -18,7 +18,7 @@ typedef enum { WORLD_SHM, WORLD_UNIX, WORLD_TCP, WORLD_MIXED, WORLD_KINDS } worl
 
 typedef struct {
     int ranks;
-    cd_mesh *mesh[16];
+    cd_mesh *mesh[32];
     void *memory;
 } mesh_world;
 

@@ -9,7 +9,7 @@
 #include "coll/shm_team_impl.h"
 #include "shm/segment.h"
 
-#define MOST_RANKS 64
+#define MOST_RANKS 257
 
 typedef struct {
     int world;

@@ -106,6 +106,21 @@ static void test_many_chunks(int ranks, world_kind pipes)
     net_ranks_free(&n);
 }
 
+/* K50: no power of two, and many. */
+static void test_large_world(int ranks)
+{
+    net_ranks n;
+    net_ranks_make(&n, ranks, WORLD_SHM);
+    case_list l = {.g = &n.g};
+    for (int kind = CD_BARRIER; kind <= CD_ALL_TO_ALL; kind++) {
+        add_net(&l, (cd_kind)kind, small_path((cd_kind)kind), 2, 0);
+        add_net(&l, (cd_kind)kind, large_path((cd_kind)kind), 5000, 1);
+    }
+    check_on_ranks(ranks, run_list_on_rank, &l);
+    free(l.list);
+    net_ranks_free(&n);
+}
+
 /* ---- bytes ---- */
 
 typedef struct {
@@ -358,6 +373,8 @@ int main(void)
     test_rooted_disagreement(5, WORLD_SHM);
     test_many_chunks(2, WORLD_SHM);
     test_many_chunks(3, WORLD_MIXED);
+    test_large_world(17);
+    test_large_world(32);
     for (int ranks = 2; ranks <= 5; ranks++)
         test_bytes(ranks);
     puts("coll net: ok");
