@@ -4,9 +4,11 @@ The torch form is made here: the import lines are written back by IMPORTS, and n
 Programs that a launcher starts run under cdistrun and under the real torchrun.
 """
 
+import functools
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
 
 import cdist  # noqa: E402
+from hosts import hosts, needs_hosts  # noqa: E402
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "torch"
 LIMIT = 150  # seconds; only a hang takes as long
@@ -68,31 +71,51 @@ LAUNCHERS = {
 }
 
 
-def start(command, folder, **variables):
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    yield
+    for process in STARTED:
+        if process.poll() is None:  # of a test that failed
+            end(process)
+    STARTED.clear()
+
+
+def end(process):
+    """Let a launcher end its workers; returns what it wrote."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()
+
+
+def start(command, folder, host=None, **variables):
+    """A process in a folder of its own, on this machine or on a host of tests/hosts.py."""
     folder.mkdir(exist_ok=True)
     # Unbuffered, a line of print may be torn by that of another process.
     unwanted = ("SLURM_", "MASTER_", "CDIST_JOB", "PYTHONUNBUFFERED")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
     environ |= {"PYTHONPATH": str(Path(cdist.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    environ |= {"GLOO_SOCKET_IFNAME": "eth0" if host else "lo"}
     environ |= {name: str(value) for name, value in variables.items()}
-    return subprocess.Popen(
-        [str(part) for part in command],
-        cwd=folder,
-        env=environ,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    command = [str(part) for part in command]
+    if host:
+        command = ["env", "-C", str(folder), *command]
+    popen = host.start if host else functools.partial(subprocess.Popen, cwd=folder, start_new_session=True)
+    process = popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    STARTED.append(process)
+    return process
 
 
 def finish(process):
     try:
         out, err = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        out, err = process.communicate()
+        out, err = end(process)
         raise AssertionError(f"{process.args} did not end in {LIMIT} s:\n{out}\n{err}") from None
     assert process.returncode == 0, err
     return out, err
@@ -223,11 +246,13 @@ def test_snapshot_and_restart(place, snapshot_reference, launcher):
     assert_same_weights(*(folder / "snapshot.pt" for folder in folders))
 
 
-def run_two_nodes(place, package, launcher):
+def run_two_nodes(place, package, launcher, places=(None, None)):
+    """What the two launchers write, on this machine or on two hosts."""
     folder = place / f"nodes_{package}_{launcher}"
-    nodes = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
-    script = [place / package / "multinode.py", "--folder", folder]
-    both = [start([*LAUNCHERS[launcher], *nodes, "--node-rank", node, *script], folder) for node in (0, 1)]
+    address = places[0].address if places[0] else "127.0.0.1"
+    nodes = ["--nnodes", 2, "--nproc-per-node", 2, "--master-addr", address, "--master-port", free_port()]
+    command = [*LAUNCHERS[launcher], *nodes, place / package / "multinode.py", "--folder", folder]
+    both = [start(command, folder, host, PET_NODE_RANK=node) for node, host in enumerate(places)]
     return [finish(process)[0] for process in both]
 
 
@@ -236,13 +261,22 @@ def multinode_reference(place):
     return run_two_nodes(place, "torch", "torchrun")
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_multinode(place, multinode_reference, launcher):
-    outputs = run_two_nodes(place, "cdist", launcher)
-    for ours, theirs in zip(outputs, multinode_reference, strict=True):
+def assert_equal_nodes(outputs, reference):
+    for ours, theirs in zip(outputs, reference, strict=True):
         assert_same_lines(ours, theirs)
     assert outputs[0].startswith("ranks (node, local rank): 0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)\n")
     assert outputs[1].startswith("node 1: norm")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_multinode(place, multinode_reference, launcher):
+    assert_equal_nodes(run_two_nodes(place, "cdist", launcher), multinode_reference)
+
+
+@needs_hosts
+def test_multinode_on_two_hosts(place, multinode_reference):
+    with hosts(2) as places:
+        assert_equal_nodes(run_two_nodes(place, "cdist", "cdistrun", places), multinode_reference)
 
 
 def test_slurm(place):

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pkgutil
 import pty
 import re
 import select
@@ -96,6 +97,14 @@ def test_methods(name):
 def test_module(theirs, ours):
     pytest.importorskip("torch", reason="torch is not installed")
     compare(public(importlib.import_module(theirs)), importlib.import_module(ours), theirs)
+
+
+def test_modules_of_torch_distributed():
+    torch_distributed = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    theirs = {module.name for module in pkgutil.iter_modules(torch_distributed.__path__)}
+    ours = {module.name for module in pkgutil.iter_modules(cdist.__path__)}
+    reasons = documented()["modules of torch.distributed"]
+    assert {name for name in theirs if not name.startswith("_")} - ours == set(reasons)
 
 
 def test_parameters_of_functions():
