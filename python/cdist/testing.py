@@ -123,7 +123,10 @@ def _groups_alive(pids):
 
 
 def _leftovers():
-    """List what a run could leave behind, as sets that are compared before and after."""
+    """List what a run could leave behind, as sets that are compared before and after.
+
+    A launcher's folder (cdistrun_…) belongs to another job: ranks that are forked here make none.
+    """
     descriptors = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -134,7 +137,7 @@ def _leftovers():
             files |= {
                 os.path.join(folder, name)
                 for name in os.listdir(folder)
-                if name.startswith(("cdist", "torch_"))
+                if name.startswith(("cdist", "torch_")) and not name.startswith("cdistrun_")
             }
     return set(descriptors.items()), files
 
