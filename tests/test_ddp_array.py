@@ -180,6 +180,7 @@ def test_no_sync_and_accumulation():
 
 
 def test_accumulate_synchronises_the_last_micro_batch():
+    """K142: the helper synchronises the last micro-batch: 5.5 on both ranks."""
     def body(rank, world):
         p = cdist.Parameter(np.zeros(1))
 
@@ -206,6 +207,7 @@ def test_accumulate_synchronises_the_last_micro_batch():
 
 
 def test_stepping_on_unsynced_gradients_raises_when_debugging():
+    """K142: in debug mode a step on gradients that were not synchronised raises."""
     def body(rank, world):
         ddp = cdist.DistributedDataParallel(Net(0))
         x, y = batches(1, 4)[0]
@@ -222,6 +224,7 @@ def test_stepping_on_unsynced_gradients_raises_when_debugging():
 
 
 def test_no_sync_of_many_modules():
+    """K143: no_sync of several modules covers all of them."""
     def body(rank, world):
         nets = [cdist.DistributedDataParallel(Net(0)) for _ in range(2)]
         x, y = batches(1, 4)[0]
@@ -248,6 +251,7 @@ def test_reading_a_gradient_waits_for_it():
 
 
 def test_missing_gradient_is_named_on_every_rank():
+    """K139: a gradient that does not come is zeros where that is allowed, otherwise an error on every rank that names it."""
     def body(rank, world, loose):
         names = ("a", "b", "c")
         ps = {name: cdist.Parameter(np.zeros(4)) for name in names}
@@ -278,6 +282,7 @@ def test_missing_gradient_is_named_on_every_rank():
 
 
 def test_tied_parameters_and_marking_twice():
+    """K140: an array under two names is reduced once; marking twice names it, and static_graph counts uses."""
     def body(rank, world):
         w = cdist.Parameter(np.zeros(3))
         v = cdist.Parameter(np.zeros(3))
@@ -314,6 +319,7 @@ def test_tied_parameters_and_marking_twice():
 
 
 def test_modes():
+    """K151: sums, means over ranks, and means over all samples of uneven batches, to 1e-12."""
     shards = [slice(0, 3), slice(3, 8)]
     x, y = batches(1, 8)[0]
 
@@ -350,6 +356,7 @@ def test_modes():
 
 
 def test_frozen_models():
+    """K154: a model without trainable parameters sends nothing; if only one rank froze its own, all raise with a diff."""
     def body(rank, world):
         names = [name for name, _ in Net(0).named_parameters()]
 
@@ -372,6 +379,7 @@ def test_frozen_models():
 
 
 def test_set_trainable():
+    """K155: freezing between steps equals one process; ranks that freeze different parameters raise, naming them."""
     data = batches(6, 8)
 
     def reference():
@@ -410,6 +418,7 @@ def test_set_trainable():
 
 
 def test_buffers():
+    """K148, K149: buffers are looked up anew, written only where they differ, and on request out of place."""
     def body(rank, world):
         net = Net(rank + 7)
         ddp = cdist.DistributedDataParallel(net)
@@ -575,6 +584,7 @@ def test_join_equals_one_process(by_all):
 
 
 def test_join_divides_by_active_or_initial_ranks():
+    """K152: one of four ranks leaves: gradients of ones are 1 or 0.75."""
     def body(rank, world, by_all):
         p = cdist.Parameter(np.zeros(2))
         module = type("M", (), {"named_parameters": lambda self: [("p", p)], "__call__": lambda self: None})()

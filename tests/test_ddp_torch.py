@@ -222,6 +222,7 @@ def test_no_sync_and_accumulation():
 
 
 def test_unused_parameters():
+    """K139: with find_unused_parameters a parameter that one rank did not use gets the mean with zeros."""
     def train(ddp, rank, world, package):
         optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.05)
         gone = []
@@ -300,6 +301,7 @@ def test_checkpointing_without_static_graph(reentrant):
 
 
 def test_missing_gradient_is_named_on_every_rank():
+    """K139: a parameter that is not used on one rank is named on every rank, in the step or in the next forward."""
     def body(rank, world, how):
         ddp = cdist.DistributedDataParallel(make())
         x, y = shard(batches(1, 8)[0], rank, world)
@@ -344,6 +346,7 @@ def test_backward_in_two_parts():
 
 
 def test_unsynced_step_raises_when_debugging():
+    """K142: in debug mode an optimizer that steps on gradients that were not synchronised raises."""
     def body(rank, world):
         ddp = cdist.DistributedDataParallel(small())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -517,6 +520,7 @@ def test_own_hooks():
 
 
 def test_buffers_are_those_of_rank_0():
+    """K148, K149: also one that was assigned anew; buffers that are equal are not written."""
     def body(rank, world):
         module = nn.Module()
         module.register_buffer("count", torch.tensor([float(rank)]))
@@ -543,6 +547,7 @@ def test_buffers_are_those_of_rank_0():
 
 
 def test_two_forward_passes_with_batch_norm_before_backward():
+    """K148: two forward passes before one backward pass."""
     def body(rank, world):
         torch.manual_seed(rank)
         ddp = cdist.DistributedDataParallel(small(norm=True))
@@ -646,6 +651,7 @@ def test_join_can_throw_and_be_disabled():
 
 
 def test_modes():
+    """K151: sums, means over ranks, and means over all samples of uneven batches, to 1e-12."""
     shards = [slice(0, 3), slice(3, 8)]
     x, y = (t.double() for t in vectors(1, 8)[0])
 
@@ -702,6 +708,7 @@ def test_buckets_are_rebuilt_as_in_torch():
 
 
 def test_set_trainable():
+    """K155: freezing between steps; ranks that freeze different parameters raise, naming them."""
     def body(rank, world):
         ddp = cdist.DistributedDataParallel(small(rank))
         names = [name for name, _ in ddp.module.named_parameters()]
@@ -717,6 +724,7 @@ def test_set_trainable():
 
 
 def test_gradients_as_views_are_linked_again():
+    """K145: gradients are views of their buckets again after zero_grad, whichever way it sets them."""
     def body(rank, world):
         ddp = cdist.DistributedDataParallel(small(), gradient_as_bucket_view=True)
         x = torch.full((2, 6), float(rank))

@@ -217,6 +217,7 @@ def test_read_only_and_strided_leaves():
 
 
 def test_weights_give_the_exact_global_mean():
+    """K151: batches of 3 and 5 give the gradient of 8 samples."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(8, 5)), rng.normal(size=8)
     w = rng.normal(size=5)

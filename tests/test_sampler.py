@@ -142,7 +142,8 @@ def test_core_refuses_wrong_buffers():
         _core.index_fill(*spec)
 
 
-def test_no_padding_for_evaluation():  # K157
+def test_no_padding_for_evaluation():
+    """K157: exact shards for evaluation."""
     parts = shards(10, 3, pad=False)
     assert [len(p) for p in parts] == [4, 3, 3]
     assert sorted(sum(parts, [])) == list(range(10))
@@ -150,7 +151,8 @@ def test_no_padding_for_evaluation():  # K157
     assert DistributedSampler(10, 3, 0, pad=False).total_size == 10
 
 
-def test_padding_is_told():  # K157
+def test_padding_is_told():
+    """K157: which indices are padding."""
     masks = [DistributedSampler(10, 3, r).is_padding() for r in range(3)]
     assert sum(int(m.sum()) for m in masks) == 2
     real = [i for r in range(3) for i in DistributedSampler(10, 3, r).indices()[~masks[r]].tolist()]
@@ -159,7 +161,8 @@ def test_padding_is_told():  # K157
         assert not any(DistributedSampler(10, 3, r, **kw).is_padding().any() for r in range(3))
 
 
-def test_no_sample_is_dropped_for_a_copy():  # K158
+def test_no_sample_is_dropped_for_a_copy():
+    """K158: nothing real is dropped in favour of a copy."""
     parts = shards(9, 4)
     kept = [p[:len(p) // 2 * 2] for p in parts]     # a loader with batch 2 and drop_last
     assert len(set(sum(kept, []))) == 8
@@ -171,7 +174,8 @@ def advance(sampler, count):
     return [next(iterator) for _ in range(count)]
 
 
-def test_resume_in_mid_epoch():  # K160
+def test_resume_in_mid_epoch():
+    """K160: the rest of an epoch after a restart."""
     whole = DistributedSampler(40, 2, 1, seed=4)
     whole.set_epoch(3)
     expected = list(whole)
@@ -211,7 +215,8 @@ def test_after_the_rest_come_whole_passes():
 
 @pytest.mark.parametrize(("old", "new", "n", "used"), [
     (2, 4, 20, 3), (2, 4, 21, 7), (4, 3, 50, 5), (1, 5, 8, 6), (3, 2, 10, 4), (3, 1, 100, 0)])
-def test_resume_at_another_world_size(old, new, n, used):  # K160
+def test_resume_at_another_world_size(old, new, n, used):
+    """K160: the rest of an epoch on more or fewer ranks."""
     olds = [DistributedSampler(n, old, r, seed=1, pad=False) for r in range(old)]
     before = [advance(s, min(used, len(s))) for s in olds]
     state = olds[0].state_dict()
@@ -283,7 +288,8 @@ class Weighted:
         return iter(generator.choice(len(self.weights), self.count, p=self.weights).tolist())
 
 
-def test_weighted_sampler():  # K161
+def test_weighted_sampler():
+    """K161: a weighted sampler over ranks."""
     weights = np.array([0.1, 0.2, 0.7])
     samplers = [DistributedSampler(None, 4, r, sampler=Weighted(weights, 4000)) for r in range(4)]
     for epoch in (0, 1):

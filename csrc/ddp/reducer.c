@@ -52,6 +52,7 @@ struct cd_reducer {
     pthread_mutex_t lock;  /* next and the launching itself */
     int next;              /* first piece that was not launched, or bucket that was not handed out */
     uint64_t launched, launched_bytes;
+    uint64_t first_launch_ns; /* of this step; 0: none */
 };
 
 static cd_status check_spec(const cd_reducer_spec *spec)
@@ -284,6 +285,7 @@ cd_status cd_reducer_begin(cd_reducer *r, cd_step step, const cd_patience *patie
     pthread_mutex_lock(&r->lock);
     r->step = step;
     r->next = 0;
+    r->first_launch_ns = 0;
     pthread_mutex_unlock(&r->lock);
     return CD_OK;
 }
@@ -334,6 +336,8 @@ static cd_status launch(cd_reducer *r, piece *p)
         .shape = {(int64_t)count},
         .stream = r->stream,
     };
+    if (!r->first_launch_ns)
+        r->first_launch_ns = cd_now_ns();
     CD_TRY(cd_group_issue(r->group, &op, cd_group_timeout_ns(r->group), &p->work));
     cd_bucket_memory_retain(b->memory);
     cd_work_set_owner(p->work, b->memory, cd_bucket_memory_release);
@@ -501,6 +505,14 @@ const int *cd_reducer_ready_order(const cd_reducer *r, int *count_p)
 {
     *count_p = atomic_load_explicit(&r->ordered, memory_order_acquire);
     return r->order;
+}
+
+uint64_t cd_reducer_first_launch_ns(cd_reducer *r)
+{
+    pthread_mutex_lock(&r->lock);
+    uint64_t ns = r->first_launch_ns;
+    pthread_mutex_unlock(&r->lock);
+    return ns;
 }
 
 void cd_reducer_launched(const cd_reducer *r, uint64_t *buckets_p, uint64_t *bytes_p)

@@ -85,6 +85,8 @@ cd_status cd_reducer_finish(cd_reducer *reducer, bool unready_expected, const cd
 cd_status cd_reducer_gather_missing(cd_reducer *reducer, uint8_t *missing, cd_patience *patience);
 /* The parameters in the order in which they became ready in this step, for re-planning; *count_p entries. */
 const int *cd_reducer_ready_order(const cd_reducer *reducer, int *count_p);
+/* When the first piece of this step was launched (cd_now_ns); 0 if none was. */
+uint64_t cd_reducer_first_launch_ns(cd_reducer *reducer);
 /* Bytes and number of buckets launched since create. */
 void cd_reducer_launched(const cd_reducer *reducer, uint64_t *buckets_p, uint64_t *bytes_p);
 

@@ -362,6 +362,14 @@ static PyObject *reducer_launched(PyObject *object, void *Py_UNUSED(closure))
     return Py_BuildValue("KK", (unsigned long long)buckets, (unsigned long long)bytes);
 }
 
+static PyObject *reducer_first_launch(PyObject *object, void *Py_UNUSED(closure))
+{
+    cd_py_reducer *self = (cd_py_reducer *)object;
+    if (check_made(self) < 0)
+        return NULL;
+    return PyLong_FromUnsignedLongLong(cd_reducer_first_launch_ns(self->reducer));
+}
+
 static PyObject *reducer_unready(PyObject *object, void *Py_UNUSED(closure))
 {
     cd_py_reducer *self = (cd_py_reducer *)object;
@@ -395,13 +403,16 @@ static PyMethodDef reducer_methods[] = {
     {"set_scale", reducer_set_scale, METH_O, "Multiplies this rank's gradients before the sum."},
     {"set_uses", reducer_set_uses, METH_O, "How often each gradient is marked in a step before it counts."},
     {"set_stream", reducer_set_stream, METH_O, "The CUDA stream that computes the gradients."},
-    {"hook", cd_py_reducer_hook, METH_VARARGS, "hook(i, view, link, direct): callable(parameter) that places and marks gradient i. `link`: its grad becomes the view; "
+    {"hook", cd_py_reducer_hook, METH_VARARGS,
+     "hook(i, view, link, direct): callable(parameter) that places and marks gradient i. `link`: its grad becomes the view; "
      "`direct`: a tensor in this process's memory."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef reducer_getset[] = {
     {"launched", reducer_launched, NULL, "(buckets, bytes) sent since it was made.", NULL},
+    {"first_launch_ns", reducer_first_launch, NULL, "When this step's first reduction began (monotonic ns); 0: none did.",
+     NULL},
     {"unready", reducer_unready, NULL, "Gradients that are not ready yet in this step.", NULL},
     {"buckets", reducer_buckets, NULL, "Number of buckets.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

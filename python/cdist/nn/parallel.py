@@ -3,3 +3,11 @@
 from cdist.parallel.ddp import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel"]
+
+
+def __getattr__(name):
+    if name in ("MixedPrecision", "_MixedPrecision"):
+        from cdist.parallel.mixed_precision import MixedPrecision
+
+        return MixedPrecision
+    raise AttributeError(f"module 'cdist.nn.parallel' has no attribute {name!r}")

@@ -14,6 +14,7 @@ __all__ = [
     "Join",
     "JoinHook",
     "Joinable",
+    "MixedPrecision",
     "Parameter",
     "data_parallel",
     "no_sync",
@@ -25,4 +26,8 @@ def __getattr__(name):
         from cdist.parallel.torch_parts import GradBucket
 
         return GradBucket
+    if name == "MixedPrecision":
+        from cdist.parallel.mixed_precision import MixedPrecision
+
+        return MixedPrecision
     raise AttributeError(f"module 'cdist.parallel' has no attribute {name!r}")

@@ -190,14 +190,16 @@ class Synchronizer:
 
     # ---- errors
 
-    def missing_text(self):
-        """The text of the error for missing gradients, with names and ranks. Collective."""
-        count = len(self.gradients)
-        table = np.frombuffer(self.reducer.missing(), np.uint8).reshape(-1, count)
+    def missing_text(self, missing=None):
+        """The text of the error for missing gradients, with names and ranks. `missing`: {rank: indices}; None: asks all
+        ranks (collective).
+        """
+        if missing is None:
+            table = np.frombuffer(self.reducer.missing(), np.uint8).reshape(-1, len(self.gradients))
+            missing = {rank: np.flatnonzero(row).tolist() for rank, row in enumerate(table)}
         said = []
-        for rank, row in enumerate(table):
-            if row.any():
-                which = np.flatnonzero(row).tolist()
+        for rank, which in missing.items():
+            if which:
                 names = ", ".join(repr(self.gradients[i].name) for i in which[:20])
                 more = f" and {len(which) - 20} more" if len(which) > 20 else ""
                 said.append(

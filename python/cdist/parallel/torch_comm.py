@@ -1,10 +1,28 @@
 """Communication hooks of DistributedDataParallel over torch modules: what is called in place of the reduction of a bucket."""
 
+import enum
 import inspect
+from dataclasses import dataclass
 
 import torch
 
 from cdist.parallel.torch_parts import GradBucket, all_reduce_max
+
+
+class BufferCommHookLocation(enum.Enum):
+    """When a buffer hook is called: before or after the module's forward."""
+
+    PRE_FORWARD = enum.auto()
+    POST_FORWARD = enum.auto()
+
+
+@dataclass(frozen=True)
+class BufferHook:
+    """A hook that makes buffers equal, its state, and whether it is called after the module's forward."""
+
+    state: object
+    function: object
+    after: bool
 
 
 class CommHooks:
@@ -37,6 +55,7 @@ class CommHooks:
             number == len(self._members) - 1,
         )
         state, hook = self._hook
+        self._times.hook_begins(number)
         with torch.no_grad():
             future = hook(state, bucket)
         if not callable(getattr(future, "wait", None)) or not callable(getattr(future, "then", None)):

@@ -1,6 +1,7 @@
 """What a torch rank that ran out of data does in the place of its steps."""
 
 import numpy as np
+import torch
 
 import cdist
 from cdist.parallel.join import JoinHook
@@ -29,6 +30,10 @@ class TorchJoinHook(JoinHook):
             return
         if ddp.reduce == "weights":
             sync.weight = 0.0
+        if ddp.device.type == "cuda":
+            sync.reducer.set_stream(torch.cuda.current_stream(ddp.device).cuda_stream)
+            for flat in ddp._bucket_tensors:
+                flat.zero_()
         sync.begin(HAND_OUT if ddp._hook else REDUCE)
         if ddp._hook:
             ddp._finish_hooks()

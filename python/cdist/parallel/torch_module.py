@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import cdist
 from cdist.parallel.array_module import accumulate, no_sync
 from cdist.parallel.join import Join, Joinable, _JoinConfig
+from cdist.parallel.mixed_precision import LowPrecision, cast_floats
 from cdist.parallel.synchronizer import (
     HAND_OUT,
     LOCAL,
@@ -28,18 +29,18 @@ from cdist.parallel.synchronizer import (
 )
 from cdist.parallel.torch_comm import CommHooks
 from cdist.parallel.torch_join import TorchJoinHook
-from cdist.parallel.torch_log import logging_data
+from cdist.parallel.torch_log import StepTimes, logging_data
 from cdist.parallel.torch_parts import (
     all_reduce_max,
     broadcast_tensors,
     bucket_tensors,
-    buffers_of,
     name_of,
     reached_parameters,
     to_device,
     view_like,
 )
-from cdist.parallel.verify import agree, agree_on_parameters
+from cdist.parallel.torch_state import ModelState
+from cdist.parallel.verify import agree_on_parameters
 
 NOTHING_TO_TRAIN = (
     "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
@@ -60,14 +61,7 @@ def _before_optimizer_step(optimizer, args, kwargs):
 register_optimizer_step_pre_hook(_before_optimizer_step)
 
 
-def _make_again(cls):
-    from cdist.parallel.ddp import concrete
-
-    made = concrete(cls, TorchDataParallel)
-    return made.__new__(made)
-
-
-class TorchDataParallel(CommHooks, nn.Module, Joinable):
+class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
     """DistributedDataParallel over torch modules; takes the arguments of torch's class.
 
     Beyond them: ``reduce='mean' | 'sum' | 'weights'``, ``accumulate(n)``, ``set_weight``, ``set_trainable``,
@@ -106,10 +100,6 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
-        if mixed_precision is not None:
-            raise NotImplementedError(
-                "mixed_precision is not supported: use torch.autocast, or a hook that compresses gradients"
-            )
         if process_group is not None and device_mesh is not None:
             raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh is not None:
@@ -139,6 +129,7 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._hook = self._buffer_hook = None
+        self.mixed_precision = mixed_precision
         trainable = [(name, p) for name, p in self._named() if p.requires_grad]
         if init_sync:
             self._compare_models()
@@ -148,7 +139,18 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
             self.broadcast_parameters()
             if self.broadcast_buffers:
                 broadcast_tensors(self._buffers_to_sync(), process_group)
+        self._times = StepTimes()
+        self._set_up_precision()
         self._adopt(trainable)
+
+    def _set_up_precision(self):
+        self._low = None
+        if self.mixed_precision is not None:
+            me = weakref.proxy(self)
+            self._low = LowPrecision(self.mixed_precision, lambda: me._named(), self._buffers_to_sync())
+
+    def _gradient_dtype(self, p):
+        return p.dtype if self._low is None else self._low.gradient_dtype(p)
 
     # ---- checks at construction
 
@@ -207,7 +209,13 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         self._params = [p for _, p in trainable]
         if getattr(self, "_hook_handles", None):
             self._remove_autograd_hooks()
-        gradients = [Gradient(n, p.numel(), name_of(p.dtype), p.element_size()) for n, p in trainable]
+        if self._low is not None:
+            self._low.leave()
+        dtypes = [self._gradient_dtype(p) for p in self._params]
+        gradients = [
+            Gradient(name, p.numel(), name_of(dtype), dtype.itemsize)
+            for (name, p), dtype in zip(trainable, dtypes, strict=True)
+        ]
         self._memory = None
         me = weakref.proxy(self)
         self._sync = Synchronizer(
@@ -224,9 +232,10 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         self._open = False
         self._counting = self.static_graph
         self._unused = None
-        self._warned = False
+        self._warned = self._warned_of_graph = False
         self._used = np.zeros(len(self._params), np.uint8)
         self._futures = []
+        self._buffer_futures = []
         self.__dict__["_iterations"] = 0
         self._hang_hooks()
 
@@ -240,15 +249,16 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         for index in self._sync.order:
             members[self._sync.bucket_of[index]].append(index)
         self._members = members
-        dtypes = [self._params[inside[0]].dtype for inside in members]
+        dtypes = [self._gradient_dtype(self._params[inside[0]]) for inside in members]
         self._bucket_tensors = bucket_tensors(reducer, dtypes, self._memory)
         self._views, self._hook_handles = [], []
         for index, p in enumerate(self._params):
             bucket, offset = reducer.place(index)
-            start = offset // p.element_size()
-            self._views.append(view_like(self._bucket_tensors[bucket][start : start + p.numel()], p.detach()))
-            on_cpu = p.device.type == "cpu"
-            hook = reducer.hook(index, self._views[index], self.gradient_as_bucket_view, on_cpu)
+            flat = self._bucket_tensors[bucket]
+            start = offset // flat.element_size()
+            self._views.append(view_like(flat[start : start + p.numel()], p.detach()))
+            link = self.gradient_as_bucket_view and self._low is None
+            hook = reducer.hook(index, self._views[index], link, p.device.type == "cpu")
             self._hook_handles.append(p.register_post_accumulate_grad_hook(hook))
 
     def _remove_autograd_hooks(self):
@@ -277,13 +287,17 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
             self._sync.reducer.backward = False  # a backward pass was left by an exception
         if grad:
             self._check_fit()
+            self._times.forward_begins()
+        if self._low is not None:
+            self._low.leave()
         self._announce()
         if grad and self.require_backward_grad_sync and self._sync.wants_replan() and self._may_replan():
             self._replan()
-        self._sync_buffers()
+        self._sync_buffers(after=False)
         if self.device_ids:
             inputs, kwargs = to_device(inputs, self.device_ids[0]), to_device(kwargs, self.device_ids[0])
-        output = self.module(*inputs, **kwargs)
+        output = self.module(*inputs, **kwargs) if self._low is None else self._run_low(grad, inputs, kwargs)
+        self._sync_buffers(after=True)
         if grad:
             self._sync_this = self.require_backward_grad_sync
             self.require_forward_param_sync = self._sync_this
@@ -292,6 +306,22 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
                 reached = reached_parameters(output)
                 unused = {index for index, p in enumerate(self._params) if id(p) not in reached}
                 self._unused = unused if self._unused is None else self._unused & unused
+            self._times.forward_ends()
+        return output
+
+    def _run_low(self, grad, inputs, kwargs):
+        """Call the module with parameters of low precision, which stay so until the end of the backward pass."""
+        dtype = self._low.param_dtype
+        if dtype is not None:
+            inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
+        self._low.enter()
+        keep = False
+        try:
+            output = self.module(*inputs, **kwargs)
+            keep = grad
+        finally:
+            if not keep:
+                self._low.leave()
         return output
 
     def _may_replan(self):
@@ -303,11 +333,16 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         """Called by the first hook of a backward pass."""
         Variable._execution_engine.queue_callback(self._end_backward)
         sync = self._sync
+        self._times.backward_begins(self._sync_this)
+        if torch.is_grad_enabled() and not self._warned_of_graph:
+            self._warned_of_graph = True
+            warn(
+                "backward(create_graph=True) over DistributedDataParallel: gradients of gradients are not synchronised "
+                "across ranks, and nothing is differentiated through the reduction"
+            )
         if not self._open:
-            if not self._sync_this or self._counting:
-                step = LOCAL
-            else:
-                step = HAND_OUT if self._hook else REDUCE
+            reduces = HAND_OUT if self._hook else REDUCE
+            step = reduces if self._sync_this and not self._counting else LOCAL
             if self.device.type == "cuda":
                 sync.reducer.set_stream(torch.cuda.current_stream(self.device).cuda_stream)
             sync.begin(step)
@@ -342,10 +377,16 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
         """Called by the engine at the end of a backward pass."""
         reducer = self._sync.reducer
         reducer.backward = False
+        self._times.backward_ends()
+        futures, self._buffer_futures = self._buffer_futures, []
+        for future in futures:
+            future.wait()
         if not self._open:
             if self._counting and self._sync_this:
                 self._finish_counting()
-            elif not self._sync_this and debugging():
+            elif self._low is not None:
+                self._low.leave()
+            if not self._sync_this and debugging():
                 _unfit.add(self)
             return
         if reducer.unready:
@@ -366,10 +407,13 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
             self._finish_hooks()
         else:
             self._sync.finish()
+        self._times.communication_ends(reducer.first_launch_ns)
         if self.static_graph:
             given = self._static_given
         elif self.find_unused_parameters:
             given = all_reduce_max(self._given(), self.process_group)
+        if self._low is not None:
+            self._low.leave()
         if given is not None or reducer.linked < len(self._params):
             self._hand_back(given)
         for p in self._delayed:
@@ -382,10 +426,10 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
             grad, view = p.grad, self._views[index]
             if grad is view or not (grad is not None if given is None else given[index]):
                 continue
-            if self.gradient_as_bucket_view:
+            if self.gradient_as_bucket_view and view.dtype == p.dtype:
                 p.grad = view
             elif grad is None:
-                p.grad = view.clone()
+                p.grad = view.to(p.dtype, copy=True)
             else:
                 targets.append(grad.detach() if grad.requires_grad else grad)
                 sources.append(view)
@@ -414,6 +458,10 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
             self._open = False
             _unfit.discard(self)
             self._sync.reducer.backward = False
+            if self._low is not None:
+                self._low.leave()
+            if self.device.type == "cuda" and self._sync.reducer.step != HAND_OUT:
+                self._fail_for_all()
             if self._sync.reducer.step == HAND_OUT:
                 self._finish_hooks()
             else:
@@ -425,102 +473,14 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
                 "forward under no_sync(); run the last micro-batch outside of it, or use ddp.accumulate(n)"
             )
 
-    # ---- buffers and state
-
-    def _buffers_to_sync(self):
-        if not self.parameters_to_ignore:
-            return buffers_of(self.module)
-        named = self.module.named_buffers()
-        return [b for name, b in named if name not in self.parameters_to_ignore]
-
-    def will_sync_module_buffers(self):
-        """Whether the next forward broadcasts buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_to_sync())
-
-    def _sync_buffers(self):
-        if not (self.require_forward_param_sync and self.forward_sync_buffers):
-            return
-        buffers = self._buffers_to_sync()
-        if not buffers:
-            return
-        if self._buffer_hook is not None:
-            state, hook = self._buffer_hook
-            names = dict(self.module.named_buffers())
-            futures = hook(state, {n: b for n, b in names.items() if n not in self.parameters_to_ignore})
-            for future in futures or []:
-                future.wait()
-            return
-        source = 0
-        if self._join_config.enable:
-            source = self._highest(cdist.get_rank(self.process_group))
-        broadcast_tensors(buffers, self.process_group, source)
-
-    def _highest(self, rank):
-        highest = np.array([rank], np.int64)
-        cdist.all_reduce(highest, op=cdist.ReduceOp.MAX, group=self.process_group)
-        return int(highest[0])
-
-    def _register_buffer_comm_hook(self, state, hook, comm_hook_location=None):
-        if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
-        self._buffer_hook = (state, hook)
-
-    def broadcast_parameters(self, src=0):
-        """Give every rank the parameters of group rank `src`. Collective."""
-        for _, p in self._named():
-            cdist.broadcast(p.detach(), group_src=src, group=self.process_group)
-
-    def broadcast_buffers_now(self, src=0):
-        """Give every rank the buffers of group rank `src`. Collective."""
-        broadcast_tensors(self._buffers_to_sync(), self.process_group, src)
-
-    def set_trainable(self, names):
-        """From the next step on exactly these parameters need gradients. Collective; RuntimeError on all ranks if they differ."""
-        names = list(names)
-        agree(
-            sorted(map(repr, names)),
-            self.process_group,
-            lambda _: "set_trainable: ranks name different parameters.",
-        )
-        known = dict(self._named())
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            raise ValueError(f"set_trainable: no such parameters: {', '.join(map(repr, unknown))}")
-        chosen = set(names)
-        for name, p in known.items():
-            p.requires_grad_(name in chosen)
-            if p.grad is not None:
-                p.grad = p.grad.clone() if name in chosen else None
-        self._adopt([(name, p) for name, p in known.items() if name in chosen])
-
-    def __getstate__(self):
-        if self.process_group is not None and self.process_group is not cdist.group.WORLD:
-            raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when "
-                "you have called init_process_group and have not passed process_group argument to DDP constructor"
-            )
-        gone = (
-            "process_group",
-            "_sync",
-            "_views",
-            "_bucket_tensors",
-            "_hook_handles",
-            "_futures",
-            "_memory",
-            "_params",
-        )
-        state = {key: value for key, value in self.__dict__.items() if key not in gone}
-        state["_hook"] = state["_buffer_hook"] = None
-        return state
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self.process_group = None
-        chosen = set(self._names)
-        self._adopt([(name, p) for name, p in self._named() if name in chosen])
-
-    def __reduce__(self):
-        return _make_again, (self._made_from,), self.__getstate__()
+    def _fail_for_all(self):
+        """Gradients are missing on this rank. Buckets in GPU memory carry no flag that would tell the others: end the group."""
+        reducer = self._sync.reducer
+        uses = self._sync.uses or [1] * len(self._params)
+        missing = [index for index, count in enumerate(uses) if reducer.seen(index) < count]
+        text = self._sync.missing_text({cdist.get_rank(self.process_group): missing})
+        (self.process_group or cdist.group.WORLD).abort(text)
+        raise RuntimeError(text)
 
     # ---- which passes are synchronised
 
@@ -587,6 +547,12 @@ class TorchDataParallel(CommHooks, nn.Module, Joinable):
     def _set_static_graph(self):
         self.static_graph = True
         self._counting = True
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate):
+        """Take times in every `sample_rate`-th iteration (and in the first ten); default 100."""
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+        self._times.rate = sample_rate
 
     def _check_reducer_finalized(self):
         return not self._open

@@ -1,0 +1,80 @@
+"""Mixed precision as an argument of DistributedDataParallel over torch modules."""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["MixedPrecision"]
+
+
+@dataclass
+class MixedPrecision:
+    """Dtypes for DistributedDataParallel(…, mixed_precision=MixedPrecision(…)); None leaves a dtype as it is.
+
+    Attributes:
+        param_dtype: of parameters and of floating point inputs during forward and backward. Outside of them, for the
+            optimizer and in checkpoints, parameters keep their own dtype.
+        reduce_dtype: in which gradients are reduced; None: param_dtype. Gradients then get the parameters' own dtype.
+        buffer_dtype: floating point buffers are cast to it once, at construction.
+
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+
+def cast_floats(value, dtype):
+    """Return the nest of lists, tuples and dicts with its floating point tensors cast."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floats(part, dtype) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast_floats(part, dtype) for part in value)
+    if isinstance(value, dict):
+        return type(value)((key, cast_floats(part, dtype)) for key, part in value.items())
+    return value
+
+
+class LowPrecision:
+    """Parameters that hold low precision values from a forward pass to the end of its backward pass.
+
+    The values that autograd saves for the backward pass are the parameters themselves, and activation checkpointing
+    runs layers again meanwhile: so the parameters' data are exchanged rather than copies put in their place.
+    """
+
+    def __init__(self, config, named_parameters, buffers):
+        self.param_dtype = config.param_dtype
+        self._reduce_dtype = config.reduce_dtype
+        self._named_parameters = named_parameters
+        self._masters = []
+        if config.buffer_dtype is not None:
+            for buffer in buffers:
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(config.buffer_dtype)
+
+    def gradient_dtype(self, parameter):
+        """Return the dtype in which the gradient of a parameter is reduced."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        return self._reduce_dtype or self.param_dtype or parameter.dtype
+
+    def enter(self):
+        """Give parameters their low precision values. A gradient that has gathered keeps its dtype."""
+        self.leave()
+        if self.param_dtype is None:
+            return
+        for _, p in self._named_parameters():
+            if p.is_floating_point() and p.dtype != self.param_dtype:
+                self._masters.append((p, p.data))
+                p.data = p.data.to(self.param_dtype)
+
+    def leave(self):
+        """Give parameters back what they had, and their gradients, if they are of low precision, that dtype."""
+        masters, self._masters = self._masters, []
+        for p, master in masters:
+            grad, p.grad = p.grad, None
+            p.data = master
+            if grad is not None:
+                p.grad = grad.to(master.dtype)
