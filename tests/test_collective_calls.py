@@ -198,6 +198,7 @@ def _late(rank, world):
 
 @pairs
 def test_timeout_of_one_call(transport):
+    """K83, for the first of the calls; tests/faults/test_deadlines.py has all."""
     assert run(_late, 2, transport=transport, group_timeout=60) == ["on time", "late"]
 
 
@@ -265,7 +266,7 @@ def _works(rank, world):
 
 @pairs
 def test_work(transport):
-    """K101."""
+    """K101: what result() gives are the arrays of the call."""
     assert run(_works, 2, transport=transport) == ["ok"] * 2
 
 
@@ -287,6 +288,7 @@ def _temporaries(rank, world):
 
 @pairs
 def test_arrays_live_until_their_operation_is_complete(transport):
+    """K26."""
     assert run(_temporaries, 2, transport=transport) == ["ok"] * 2
 
 

@@ -118,11 +118,18 @@ def test_source_of_an_asynchronous_receive(transport):
 
 
 def _ring(rank, world):
+    _rings(rank, world, None)
+    _rings(rank, world, cdist.new_group())
+    assert cdist.batch_isend_irecv([]) == []
+    return "ok"
+
+
+def _rings(rank, world, group):
     for distance in range(1, world):
         out = np.zeros(1000)
         ops = [
-            cdist.P2POp(cdist.isend, np.full(1000, float(rank)), (rank + distance) % world),
-            cdist.P2POp(cdist.irecv, out, (rank - distance) % world),
+            cdist.P2POp(cdist.isend, np.full(1000, float(rank)), (rank + distance) % world, group),
+            cdist.P2POp(cdist.irecv, out, (rank - distance) % world, group),
         ]
         for work in cdist.batch_isend_irecv(ops):
             work.wait()
@@ -130,17 +137,16 @@ def _ring(rank, world):
     if rank in (0, 3):  # one pair only
         out = np.zeros(3)
         peer = 3 - rank
-        ops = [cdist.P2POp(cdist.irecv, out, peer), cdist.P2POp(cdist.isend, np.full(3, rank + 1.0), peer)]
+        mine = np.full(3, rank + 1.0)
+        ops = [cdist.P2POp(cdist.irecv, out, peer, group), cdist.P2POp(cdist.isend, mine, peer, group)]
         for work in cdist.batch_isend_irecv(ops):
             work.wait()
         assert (out == peer + 1).all()
-    assert cdist.batch_isend_irecv([]) == []
-    return "ok"
 
 
 @pairs
 def test_batches(transport):
-    """K103."""
+    """K103: rings of growing distance and one pair alone, as first operation of a group and later."""
     assert run(_ring, 4, transport=transport) == ["ok"] * 4
 
 
@@ -154,6 +160,7 @@ def _asymmetric(rank, world):
     for work in cdist.batch_isend_irecv([cdist.P2POp(cdist.irecv, out, 0) for out in outs[:4]]):
         work.wait()
     assert [out[0] for out in outs] == [0, 1, 2, 3, 0]
+    assert np.linalg.norm(outs[1]) > 0  # something else in between
     for work in cdist.batch_isend_irecv([cdist.P2POp(cdist.irecv, outs[4], 0)]):
         work.wait()
     assert outs[4][0] == 4
@@ -162,7 +169,7 @@ def _asymmetric(rank, world):
 
 @pairs
 def test_asymmetric_batches(transport):
-    """K106."""
+    """K106: one batch of five against four and one; the four complete before the fifth is posted."""
     assert run(_asymmetric, 2, transport=transport) == ["ok"] * 2
 
 

@@ -3,8 +3,10 @@
 
 import itertools
 import os
+import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -171,6 +173,7 @@ def test_file_has_no_queues(tmp_path):
 
 
 def test_timeout_of_one_call_stays_with_it(store):
+    """K76."""
     store.set_timeout(timedelta(seconds=0.6))
     assert store.timeout == timedelta(seconds=0.6)
     began = time.monotonic()
@@ -193,6 +196,7 @@ def test_wait_text_names_keys_and_time():
 
 @pytest.mark.parametrize("order", list(itertools.permutations("abc")))
 def test_wait_for_keys_in_any_order(order):
+    """K77: some set before the call and others after, in all six orders."""
     for store in (_tcp(), HashStore()):
         store.set(order[0], "")
         timers = [threading.Timer(0.03 * i, store.set, (k, "")) for i, k in enumerate(order[1:], 1)]
@@ -205,7 +209,8 @@ def test_wait_for_keys_in_any_order(order):
 
 
 def test_eight_threads_share_one_client(store):
-    rounds = 50 if "File" in type(getattr(store, "_underlying_non_prefix_store", store)).__name__ else 500
+    """K79: seven add 10,000 times together while one waits."""
+    rounds = 50 if "File" in type(getattr(store, "_underlying_non_prefix_store", store)).__name__ else 1430
     got = []
     waiter = threading.Thread(target=lambda: got.append(store.get("go")))
     waiter.start()
@@ -240,6 +245,7 @@ def test_barrier_can_be_used_again(store):
 
 
 def test_master_waits_for_workers_without_the_gil():
+    """K80."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -290,6 +296,7 @@ def test_listening_socket_can_be_handed_over():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_only_the_given_address_listens(host):
+    """K172."""
     store = TCPStore(host, 0, None, True)
     assert TCPStore(host, store.port, None, False, 5).add("n", 1) == 1
     for family, wildcard in (("tcp", "0" * 8), ("tcp6", "0" * 32)):
@@ -344,6 +351,7 @@ def test_value_over_the_limit_is_refused_and_named():
 
 
 def test_secret(monkeypatch):
+    """K173."""
     monkeypatch.setenv("CDIST_JOB_SECRET", "ab" * 32)
     store = _tcp()
     assert TCPStore("127.0.0.1", store.port, None, False).add("n", 1) == 1
@@ -355,6 +363,7 @@ def test_secret(monkeypatch):
 
 
 def test_junk_disturbs_nobody():
+    """K176."""
     store = _tcp()
     silent = socket.create_connection(("127.0.0.1", store.port))
     for junk in (b"GET / HTTP/1.0\r\n\r\n", b"\0" * 1000000, b"\x00\xce\xf7\x85\x3c\x03" + b"\xff" * 8):
@@ -403,6 +412,39 @@ def test_many_clients_meet():
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def _cpu_of_other_threads():
+    """Seconds of processor that all threads of this process but the calling one have used."""
+    return time.process_time() - time.thread_time()
+
+
+def test_two_thousand_meet_and_the_server_sleeps_meanwhile():
+    """K74: waits are pushed, so who waits costs nothing."""
+    crowd = 2000
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * crowd + 200), hard))
+    store = _tcp()
+    key = b"/meeting"
+    hello = b"\0" + struct.pack("<I", 0x3C85F7CE)
+    arrive = b"\x12" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", crowd)
+    clients = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(crowd)]
+    try:
+        for client in clients[1:]:
+            client.sendall(hello + arrive)
+        while store.add("meeting", 0) < crowd - 1:
+            time.sleep(0.01)
+        before = _cpu_of_other_threads()
+        time.sleep(1)
+        assert _cpu_of_other_threads() - before < 0.1
+        clients[0].sendall(hello + arrive)
+        for client in clients:
+            client.settimeout(20)
+            assert client.recv(10) == b"\0"
+    finally:
+        for client in clients:
+            client.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_file_is_removed_by_the_last(tmp_path):

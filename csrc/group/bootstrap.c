@@ -61,11 +61,6 @@ static cd_status open_listener(meeting *m, const char *towards, uint16_t port)
     return CD_OK;
 }
 
-static const uint8_t *secret_of(const cd_world *w)
-{
-    return w->has_secret ? w->secret : 0;
-}
-
 static cd_patience within(const cd_patience *patience, uint64_t ns)
 {
     cd_patience shorter = *patience;
@@ -105,18 +100,11 @@ static void check_hello(meeting *m, const cd_member *guest, cd_error *why)
     }
 }
 
-static bool peer_closed(int socket)
-{
-    char probe;
-    ssize_t got = recv(socket, &probe, 1, MSG_PEEK | MSG_DONTWAIT);
-    return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
-}
-
 static void drop_departed(meeting *m)
 {
     cd_world *w = m->world;
     for (int r = 1; r < w->world; r++)
-        if (w->controls[r] >= 0 && peer_closed(w->controls[r])) {
+        if (w->controls[r] >= 0 && cd_control_is_closed(w->controls[r])) {
             close(w->controls[r]);
             w->controls[r] = -1;
             m->joined--;
@@ -143,7 +131,7 @@ static void admit(void *ctx, int socket, cd_control_kind kind, const cd_hello *h
         return;
     }
     uint8_t proof[CD_MEMBER_PROOF_BYTES];
-    cd_answer_proof(hello, secret_of(w), proof);
+    cd_answer_proof(hello, cd_world_secret(w), proof);
     if (cd_control_send(socket, CD_CONTROL_WELCOME, proof, sizeof proof, &brief) != CD_OK) {
         close(socket);
         return;
@@ -279,7 +267,7 @@ static cd_status dial_rank_0(meeting *m, const cd_member *zero)
     CD_TRY(status);
     cd_hello hello = {.me = m->me};
     memcpy(hello.target, zero->nonce, CD_MEMBER_NONCE_BYTES);
-    cd_hello_sign(&hello, secret_of(w));
+    cd_hello_sign(&hello, cd_world_secret(w));
     cd_control_head head;
     cd_patience brief = within(m->patience, 5 * CD_NS_PER_S);
     status = cd_control_send(socket, CD_CONTROL_HELLO, &hello, sizeof hello, &brief);
@@ -288,13 +276,9 @@ static cd_status dial_rank_0(meeting *m, const cd_member *zero)
     uint8_t proof[CD_MEMBER_PROOF_BYTES], expected[CD_MEMBER_PROOF_BYTES];
     if (status == CD_OK && head.kind == CD_CONTROL_WELCOME && head.bytes == sizeof proof)
         status = cd_control_recv_body(socket, proof, sizeof proof, &brief);
-    else if (status == CD_OK && head.kind == CD_CONTROL_REFUSED && head.bytes == sizeof(cd_error)) {
-        cd_error why;
-        status = cd_control_recv_body(socket, &why, sizeof why, &brief);
-        why.text[sizeof why.text - 1] = 0;
-        if (status == CD_OK)
-            status = cd_fail_with(&why);
-    } else
+    else if (status == CD_OK && head.kind == CD_CONTROL_REFUSED && head.bytes == sizeof(cd_error))
+        status = cd_control_recv_refusal(socket, &brief);
+    else
         status = CD_PEER_LOST;
     if (status == CD_OK && w->has_secret) {
         cd_answer_proof(&hello, w->secret, expected);
@@ -317,15 +301,17 @@ static cd_status join_rank_0(meeting *m)
 {
     cd_waiter waiter = cd_waiter_start(m->patience);
     uint64_t pause = RETRY_LEAST_NS;
+    cd_error why = {.code = CD_OK}; /* of the last try: tells more than that time is over */
     for (;;) {
         cd_member zero = {0};
         cd_status status = read_address_of_0(m, &zero);
         if (status == CD_OK)
             status = dial_rank_0(m, &zero);
-        if (status != CD_NOT_FOUND)
+        if (status == CD_NOT_FOUND) {
+            why = *cd_last_error();
+            status = cd_waiter_check(&waiter);
+        } else if (status != CD_TIMED_OUT || why.code == CD_OK)
             return status;
-        cd_error why = *cd_last_error();
-        status = cd_waiter_check(&waiter);
         if (status == CD_TIMED_OUT)
             return cd_fail_rank(CD_TIMED_OUT, 0, "%s", why.text);
         CD_TRY(status);
@@ -348,19 +334,13 @@ static cd_status hear_rank_0(meeting *m, cd_control_kind kind, void *body, size_
 
 /* ---- all ---- */
 
-static bool same_host(const cd_member *a, const cd_member *b)
-{
-    return a->net_namespace && a->net_namespace == b->net_namespace && a->boot_id[0] && a->user == b->user &&
-           memcmp(a->boot_id, b->boot_id, sizeof a->boot_id) == 0;
-}
-
 static void find_hosts(cd_world *w)
 {
     for (int r = 0; r < w->world; r++) {
         w->host_of[r] = r;
         w->local_of[r] = 0;
         for (int lower = r - 1; lower >= 0; lower--)
-            if (w->host_of[lower] == lower && same_host(&w->members[lower], &w->members[r]))
+            if (w->host_of[lower] == lower && cd_member_shares_host(&w->members[lower], &w->members[r]))
                 w->host_of[r] = lower;
         for (int lower = 0; lower < r; lower++)
             w->local_of[r] += w->host_of[lower] == w->host_of[r];
@@ -430,7 +410,12 @@ static cd_status agree_on_hosts(meeting *m)
         CD_TRY(status);
     } else {
         CD_TRY(cd_control_send(w->controls[0], CD_CONTROL_ATTACHED, &mine, 1, m->patience));
-        CD_TRY(hear_rank_0(m, CD_CONTROL_HOSTS, w->host_of, bytes));
+        int32_t *told = malloc(bytes);
+        cd_status status = told ? hear_rank_0(m, CD_CONTROL_HOSTS, told, bytes) : cd_fail(CD_NO_MEMORY, "no memory for hosts");
+        if (status == CD_OK)
+            status = cd_hosts_take(w->host_of, told, w->world);
+        free(told);
+        CD_TRY(status);
     }
     return CD_OK;
 }
@@ -445,7 +430,7 @@ static cd_status dial_link(meeting *m, int peer)
         return cd_fail_prefix("no data connection to rank %d at %s port %u: ", peer, member->address, member->port);
     cd_hello hello = {.me = m->me};
     memcpy(hello.target, member->nonce, CD_MEMBER_NONCE_BYTES);
-    cd_hello_sign(&hello, secret_of(w));
+    cd_hello_sign(&hello, cd_world_secret(w));
     uint8_t proof[CD_MEMBER_PROOF_BYTES], expected[CD_MEMBER_PROOF_BYTES];
     status = cd_control_send(socket, CD_CONTROL_DATA, &hello, sizeof hello, m->patience);
     if (status == CD_OK)
@@ -508,8 +493,9 @@ static cd_status exchange_table(meeting *m)
             status = tell_all(m, CD_CONTROL_TABLE, table, bytes);
     } else {
         status = hear_rank_0(m, CD_CONTROL_TABLE, table, bytes);
+        if (status == CD_OK)
+            status = cd_members_take(w->members, table + CD_MEMBER_NONCE_BYTES, w->world);
         memcpy(w->generation, table, CD_MEMBER_NONCE_BYTES);
-        memcpy(w->members, table + CD_MEMBER_NONCE_BYTES, members_bytes);
     }
     free(table);
     return status;
@@ -521,13 +507,13 @@ static cd_status meet(meeting *m)
     CD_TRY(cd_handout_open(m->me.nonce, &w->handout));
     if (w->rank != 0) {
         CD_TRY(join_rank_0(m));
-        return cd_greeter_open(w->data_listener, secret_of(w), &w->greeter);
+        return cd_greeter_open(w->data_listener, cd_world_secret(w), &w->greeter);
     }
     char address[sizeof m->me.address];
     if (!cd_store_local_address(m->store, address, sizeof address))
         snprintf(address, sizeof address, "127.0.0.1");
     CD_TRY(open_listener(m, address, 1));
-    CD_TRY(cd_greeter_open(w->data_listener, secret_of(w), &w->greeter));
+    CD_TRY(cd_greeter_open(w->data_listener, cd_world_secret(w), &w->greeter));
     w->members[0] = m->me;
     CD_TRY(m->store->ops->set(m->store, cd_bytes_of(m->key), (cd_bytes){&m->me, sizeof m->me}, m->patience));
     w->published = true;

@@ -68,6 +68,13 @@ bool cd_hello_is_genuine(const cd_hello *hello, const uint8_t *secret);
 void cd_answer_proof(const cd_hello *hello, const uint8_t *secret, uint8_t out[CD_MEMBER_PROOF_BYTES]);
 bool cd_proof_equal(const uint8_t a[CD_MEMBER_PROOF_BYTES], const uint8_t b[CD_MEMBER_PROOF_BYTES]); /* in constant time */
 
+/* What rank 0 says about all. A table must name every rank once, in order; its texts are made to end. Hosts may only be fewer
+ * than `host_of` says: a rank that shares no memory after all is a host of its own. Errors: CD_PROTOCOL, nothing is taken. */
+bool cd_member_shares_host(const cd_member *a, const cd_member *b); /* as far as they say */
+bool cd_member_is_same_process(const cd_member *a, const cd_member *b);
+cd_status cd_members_take(cd_member *members, const void *table, int world);
+cd_status cd_hosts_take(int32_t *host_of, const int32_t *told, int world);
+
 typedef struct {
     uint64_t context;
     int32_t rank; /* world rank concerned */
@@ -75,11 +82,20 @@ typedef struct {
     char text[CD_ERROR_TEXT_BYTES];
 } cd_notice;
 
+/* An error that another process sent becomes one that may be raised here: its text ends, its code is a failure that we know
+ * (CD_PROTOCOL otherwise). */
+void cd_error_settle(cd_error *error);
+
+/* Whether the other end has closed. */
+bool cd_control_is_closed(int socket);
+
 /* Whole frames over a non-blocking socket, under patience. Errors: CD_PEER_LOST when the other end closed, CD_PROTOCOL,
  * CD_TIMED_OUT, CD_IO and those of patience. */
 cd_status cd_control_send(int socket, cd_control_kind kind, const void *body, size_t bytes, const cd_patience *patience);
 cd_status cd_control_recv_head(int socket, cd_control_head *head, const cd_patience *patience);
 cd_status cd_control_recv_body(int socket, void *body, size_t bytes, const cd_patience *patience);
+/* The body of a REFUSED frame becomes the thread's error; never CD_OK. */
+cd_status cd_control_recv_refusal(int socket, const cd_patience *patience);
 /* The next frame must be of this kind and size. A REFUSED frame becomes the thread's error instead. */
 cd_status cd_control_expect(int socket, cd_control_kind kind, void *body, size_t bytes, const cd_patience *patience);
 

@@ -12,6 +12,8 @@
 #include <unistd.h>
 
 #define SILENCE_NS (10 * CD_NS_PER_S)
+/* Between two lines about strangers: a rank with the wrong secret knocks many times a second. */
+#define WARN_NS (5 * CD_NS_PER_S)
 /* More than ranks dial at once; beyond it, the kernel's backlog queues. */
 #define GUESTS_MAX 1024
 
@@ -29,6 +31,7 @@ struct cd_greeter {
     int listener;
     bool has_secret;
     uint8_t secret[32];
+    uint64_t next_warning_ns;
     int count;
     guest guests[GUESTS_MAX];
 };
@@ -77,7 +80,16 @@ static void accept_guests(cd_greeter *greeter)
 
 enum verdict { WAITING, COMPLETE, DROP };
 
-static enum verdict read_guest(const cd_greeter *greeter, guest *g)
+static void warn_of(cd_greeter *greeter, const guest *g)
+{
+    uint64_t now = cd_now_ns();
+    if (now < greeter->next_warning_ns)
+        return;
+    greeter->next_warning_ns = now + WARN_NS;
+    cd_log(CD_LOG_WARN, "refused a connection that does not know the job secret (claims to be rank %d)", g->frame.hello.me.rank);
+}
+
+static enum verdict read_guest(cd_greeter *greeter, guest *g)
 {
     while (g->got < sizeof g->frame) {
         ssize_t got = recv(g->socket, (char *)&g->frame + g->got, sizeof g->frame - g->got, 0);
@@ -91,8 +103,7 @@ static enum verdict read_guest(const cd_greeter *greeter, guest *g)
             return DROP;
     }
     if (!cd_hello_is_genuine(&g->frame.hello, greeter->has_secret ? greeter->secret : 0)) {
-        cd_log(CD_LOG_WARN, "refused a connection that does not know the job secret (claims to be rank %d)",
-               g->frame.hello.me.rank);
+        warn_of(greeter, g);
         return DROP;
     }
     return COMPLETE;

@@ -226,12 +226,49 @@ static void describe_wish(char *text, size_t bytes, const int *ranks, int count)
         snprintf(text + used, bytes - used, "])");
 }
 
+static void unexpect(cd_group *g)
+{
+    pthread_mutex_lock(&g->world->groups_lock);
+    cd_group **link = &g->world->expected;
+    while (*link != g)
+        link = &(*link)->next;
+    *link = g->next;
+    g->next = NULL;
+    pthread_mutex_unlock(&g->world->groups_lock);
+}
+
+/* With the lock of groups. */
+static void abort_expected(cd_world *w, const cd_error *error)
+{
+    for (cd_group *g = w->expected; g; g = g->next)
+        cd_cause_publish(g->cause, error);
+}
+
+/* An abort of the default group ends the making of others too: from here on, a wait for their members. */
+static cd_status expect(cd_group *g)
+{
+    cd_world *w = g->world;
+    pthread_mutex_lock(&w->groups_lock);
+    g->next = w->expected;
+    w->expected = g;
+    pthread_mutex_unlock(&w->groups_lock);
+    cd_status status = cd_cause_check(w->group->cause); /* after it is in the list: an abort is seen here or finds it there */
+    if (status != CD_OK)
+        unexpect(g);
+    return status;
+}
+
 /* All members are here once this returns. Whoever is missing is named, with what it does instead where that can be seen. */
 static cd_status meet_members(cd_group *g, const char *wish, const cd_patience *patience)
 {
     cd_op op = {.kind = CD_BARRIER, .dtype = CD_BYTES, .root = -1};
     cd_patience own = *patience;
-    return g->size == 1 ? CD_OK : cd_group_run(g, &op, &own) == CD_OK ? CD_OK : cd_fail_prefix("%s: ", wish);
+    if (g->size == 1)
+        return CD_OK;
+    CD_TRY(expect(g));
+    cd_status status = cd_group_run(g, &op, &own);
+    unexpect(g);
+    return status == CD_OK ? CD_OK : cd_fail_prefix("%s: ", wish);
 }
 
 static cd_status explain(cd_group *g, const char *wish)
@@ -261,7 +298,9 @@ static cd_status make(cd_world *w, const int *ranks, int count, const cd_patienc
     char *shown = w->host.rows ? w->host.rows[w->local].wanting : 0;
     if (shown)
         memcpy(shown, wish, sizeof wish);
-    cd_status status = count > 1 && !g->spans_hosts ? share_memory(g, patience) : use_own_words(g);
+    cd_patience until_abort = *patience;
+    until_abort.cause = w->group->cause;
+    cd_status status = count > 1 && !g->spans_hosts ? share_memory(g, &until_abort) : use_own_words(g);
     if (status == CD_OK)
         status = open_cpu(g);
     if (status == CD_OK)
@@ -384,6 +423,11 @@ void cd_group_abort(cd_group *g, const cd_error *error)
 {
     if (!cd_cause_publish(g->cause, error))
         return;
+    if (g == g->world->group) {
+        pthread_mutex_lock(&g->world->groups_lock);
+        abort_expected(g->world, error);
+        pthread_mutex_unlock(&g->world->groups_lock);
+    }
     if (g->gpu)
         g->gpu->ops->abort(g->gpu);
     if (g->spans_hosts) {
@@ -417,6 +461,8 @@ void cd_groups_abort_context(cd_world *w, uint64_t context, const cd_error *erro
     for (cd_group *g = w->groups; g; g = g->next)
         if (g->context == context) {
             cd_cause_publish(g->cause, error);
+            if (g == w->group)
+                abort_expected(w, error);
             if (g->gpu)
                 g->gpu->ops->abort(g->gpu);
         }

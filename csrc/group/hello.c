@@ -1,4 +1,4 @@
-/* What a rank says of itself, and the proofs of the job secret in hellos. */
+/* What a rank says of itself, proofs of the job secret in hellos, and what may be believed of the tables that follow. */
 #include "base/hmac.h"
 #include "base/host.h"
 #include "group/control.h"
@@ -70,4 +70,44 @@ cd_status cd_member_fill(cd_member *me, int rank, int world, bool shares_memory,
     else
         CD_TRY(cd_addr_setting(me->address, sizeof me->address));
     return cd_host_random(me->nonce, sizeof me->nonce);
+}
+
+cd_status cd_members_take(cd_member *members, const void *table, int world)
+{
+    for (int r = 0; r < world; r++) {
+        cd_member told;
+        memcpy(&told, (const char *)table + (size_t)r * sizeof told, sizeof told);
+        if (told.rank != r || told.world != world)
+            return cd_fail_rank(CD_PROTOCOL, 0, "rank 0 sent a table of members whose row %d is of rank %d of %d", r, told.rank,
+                                told.world);
+    }
+    memcpy(members, table, (size_t)world * sizeof *members);
+    for (int r = 0; r < world; r++) {
+        members[r].boot_id[sizeof members[r].boot_id - 1] = 0;
+        members[r].address[sizeof members[r].address - 1] = 0;
+        members[r].host_name[sizeof members[r].host_name - 1] = 0;
+    }
+    return CD_OK;
+}
+
+cd_status cd_hosts_take(int32_t *host_of, const int32_t *told, int world)
+{
+    for (int r = 0; r < world; r++)
+        if (told[r] != host_of[r] && told[r] != r)
+            return cd_fail_rank(CD_PROTOCOL, 0, "rank 0 says that rank %d is on the host of rank %d, which it is not", r,
+                                told[r]);
+    memcpy(host_of, told, (size_t)world * sizeof *host_of);
+    return CD_OK;
+}
+
+bool cd_member_shares_host(const cd_member *a, const cd_member *b)
+{
+    return a->net_namespace && a->net_namespace == b->net_namespace && a->boot_id[0] && a->user == b->user &&
+           memcmp(a->boot_id, b->boot_id, sizeof a->boot_id) == 0;
+}
+
+bool cd_member_is_same_process(const cd_member *a, const cd_member *b)
+{
+    return a->process == b->process && a->pid_namespace && a->pid_namespace == b->pid_namespace &&
+           memcmp(a->boot_id, b->boot_id, sizeof a->boot_id) == 0;
 }

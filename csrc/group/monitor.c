@@ -93,6 +93,7 @@ static void hear_notice(struct cd_monitor *m, int from, cd_control_kind kind, cd
         return;
     cd_error why = {.code = (cd_status)notice->code, .rank = notice->rank};
     memcpy(why.text, notice->text, sizeof why.text);
+    cd_error_settle(&why);
     switch (kind) {
     case CD_CONTROL_BYE:
         m->expected[notice->rank] = true;
@@ -156,7 +157,7 @@ static void take_link(struct cd_monitor *m, int socket, const cd_hello *hello)
     cd_world *w = m->world;
     int peer = hello->me.rank;
     uint8_t proof[CD_MEMBER_PROOF_BYTES];
-    cd_answer_proof(hello, w->has_secret ? w->secret : 0, proof);
+    cd_answer_proof(hello, cd_world_secret(w), proof);
     answer(socket, CD_CONTROL_WELCOME, proof, sizeof proof);
     cd_pipe *pipe;
     if (cd_link_open(socket, peer, &pipe) != CD_OK) {
@@ -180,7 +181,9 @@ static void greeted(void *ctx, int socket, cd_control_kind kind, const cd_hello 
         take_link(m, socket, hello);
         return;
     }
-    bool free_place = !known || atomic_load_explicit(&w->gone[peer], memory_order_acquire) || m->expected[peer] ||
+    /* One that is ahead of us: it left, and meets the others anew. */
+    bool same = known && cd_member_is_same_process(&w->members[peer], &hello->me);
+    bool free_place = !known || same || atomic_load_explicit(&w->gone[peer], memory_order_acquire) || m->expected[peer] ||
                       atomic_load_explicit(&w->closing, memory_order_relaxed);
     if (kind == CD_CONTROL_HELLO && for_me && !free_place) {
         const cd_member *other = &w->members[peer];

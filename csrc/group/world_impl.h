@@ -78,9 +78,16 @@ struct cd_world {
 
     pthread_mutex_t groups_lock; /* the list and the counters of sets */
     cd_group *groups;
+    cd_group *expected; /* being made: their members meet */
     struct cd_set_count *sets;
     cd_group *group; /* the default one */
 };
+
+/* The secret for proofs, NULL: none. */
+static inline const uint8_t *cd_world_secret(const cd_world *world)
+{
+    return world->has_secret ? world->secret : NULL;
+}
 
 /* world.c */
 bool cd_world_forked(const cd_world *world);

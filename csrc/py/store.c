@@ -144,13 +144,17 @@ static int open_client(cd_py_store *self, cd_py_state *state, const char *host, 
     cd_patience patience = cd_py_wait_begin(&waiting, cd_py_deadline(ns), 1);
     cd_store *store = NULL;
     cd_py_wait_detach(&waiting);
-    cd_status status = cd_tcp_store_open(host, (uint16_t)self->port, secret, &patience, &store);
-    if (status == CD_OK && world > 0 && wait_all)
-        status = cd_tcp_store_join(store, world, is_master, &patience);
-    if (status != CD_OK && store) {
-        cd_store_release(store);
-        store = NULL;
-    }
+    cd_status status;
+    do {
+        status = cd_tcp_store_open(host, (uint16_t)self->port, secret, &patience, &store);
+        if (status == CD_OK && world > 0 && wait_all)
+            status = cd_tcp_store_join(store, world, is_master, &patience);
+        if (status != CD_OK && store) {
+            cd_store_release(store);
+            store = NULL;
+        }
+        /* Lost in between: that server was on its way out, as the one of the group before is. The next one is waited for. */
+    } while (status == CD_STORE && !is_master && !cd_deadline_passed(patience.deadline));
     cd_py_wait_end(&waiting);
     if (status != CD_OK) {
         cd_py_raise(state, status);
@@ -264,10 +268,18 @@ static PyMethodDef tcp_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *tcp_joined_late(PyObject *object, void *context)
+{
+    (void)context;
+    cd_store *store = cd_py_store_of(object);
+    return store ? PyBool_FromLong(cd_tcp_store_joined_late(store)) : NULL;
+}
+
 static PyGetSetDef tcp_getset[] = {
     {"host", tcp_host, NULL, "Host name as given.", NULL},
     {"port", tcp_port, NULL, "Port of the server; the one found free if 0 was given.", NULL},
     {"libuvBackend", tcp_libuv, NULL, "use_libuv as given; the server is the same either way.", NULL},
+    {"_joined_late", tcp_joined_late, NULL, "More clients than world_size had joined before this one.", NULL},
     {"local_address", tcp_local_address, NULL, "Numeric address of this end of the connection, '' when it is closed.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -255,6 +255,17 @@ static void give_line(tcp_store *s, tcp_line *line, bool usable)
     }
 }
 
+/* A new connection may have reached another server than the first one did, which was closed since (a group that is made again at
+ * once, at the address of the last): there nothing would come of the wait. The first connection tells. */
+static cd_status check_same_server(tcp_store *s)
+{
+    char probe;
+    pthread_mutex_lock(&s->lock);
+    bool gone = s->quick.fd >= 0 && recv(s->quick.fd, &probe, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
+    pthread_mutex_unlock(&s->lock);
+    return gone ? cd_fail(CD_STORE, "store at %s:%u lost: it closed the connection", s->host, s->port) : CD_OK;
+}
+
 /* After the deadline: takes the wait back. *came_p: the answer crossed the cancellation, so the keys are there. */
 static cd_status cancel_wait(tcp_line *line, const cd_patience *patience, bool *came_p)
 {
@@ -278,7 +289,9 @@ cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *ke
         return status == CD_NETWORK ? cd_fail(CD_STORE, "store at %s:%u lost", s->host, s->port) : status;
     uint8_t answer = 0;
     bool came = false;
-    status = cd_sock_send_all(line->fd, message->data, message->bytes, &connecting);
+    status = check_same_server(s);
+    if (status == CD_OK)
+        status = cd_sock_send_all(line->fd, message->data, message->bytes, &connecting);
     if (status == CD_OK) {
         status = tcp_read(line, &answer, 1, patience);
         came = status == CD_OK;
@@ -357,6 +370,7 @@ cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const
     int64_t joined;
     cd_bytes key = cd_bytes_of(INIT_KEY);
     CD_TRY(tcp_add_raw(s, key, 1, &joined, patience));
+    s->joined_late = joined > world;
     cd_waiter waiter = cd_waiter_start(patience);
     /* Ranks of a host come within milliseconds of each other: look often at first. */
     uint64_t nap_ns = CD_NS_PER_MS / 2;
@@ -372,4 +386,9 @@ cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const
         CD_TRY(tcp_add_raw(s, key, 0, &joined, patience));
     }
     return CD_OK;
+}
+
+bool cd_tcp_store_joined_late(const cd_store *store)
+{
+    return ((const tcp_store *)store)->joined_late;
 }

@@ -24,6 +24,7 @@ typedef struct {
     pid_t pid;
     cd_secret secret;
     _Atomic bool closed;
+    bool joined_late;          /* written by cd_tcp_store_join before others have the store */
     pthread_mutex_t lock;      /* of what follows; never held while waiting */
     pthread_cond_t quick_free;
     bool quick_busy;

@@ -23,5 +23,8 @@ cd_status cd_tcp_store_open(const char *host, uint16_t port, const cd_secret *se
                             const cd_patience *patience, cd_store **out);
 /* Counts this process in; with `wait_all` until `world` have been. CD_STORE_TIMEOUT "Timed out after 2 seconds waiting …". */
 cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const cd_patience *patience);
+/* More than `world` had joined then: the server may be one that the group before met at, and that its rank 0 is about to
+ * close. */
+bool cd_tcp_store_joined_late(const cd_store *store);
 
 #endif

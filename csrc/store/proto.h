@@ -37,6 +37,9 @@ enum {
 /* Of one request with many values. */
 #define CD_STORE_REQUEST_MOST ((size_t)256 << 20)
 
+/* Unsent answers of one connection: beyond it, whoever asks for one large value a hundred thousand times is dropped. */
+#define CD_STORE_ANSWERS_MOST ((size_t)1 << 30)
+
 enum { CD_ANSWER_READY = 0, CD_ANSWER_NOT_READY = 1, CD_ANSWER_STOP_WAITING = 0, CD_ANSWER_CANCELED = 1 };
 
 /* Where the scan of the current request stands. Zero it before each request. */

@@ -87,6 +87,10 @@ void hub_answer(hub *h, conn *c, const void *data, size_t bytes)
 {
     if (c->doomed)
         return;
+    if (c->out.end - c->out.start + bytes > CD_STORE_ANSWERS_MOST) {
+        hub_doom(h, c, "it asked for more than 1 GiB of answers at once");
+        return;
+    }
     if (!pile_room(&c->out, bytes)) {
         hub_doom(h, c, "no memory for its answers");
         return;

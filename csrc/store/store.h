@@ -41,7 +41,7 @@ typedef struct {
     cd_status (*delete_key)(cd_store *, cd_bytes key, bool *existed_p, const cd_patience *);
     cd_status (*num_keys)(cd_store *, int64_t *count_p, const cd_patience *);
     cd_status (*append)(cd_store *, cd_bytes key, cd_bytes value, const cd_patience *);
-    /* Waits for all keys; out[count]. On failure nothing is left allocated. */
+    /* Waits for all keys; out[count]. On failure nothing is left allocated. A TCP server answers with at most 1 GiB. */
     cd_status (*multi_get)(cd_store *, const cd_bytes *keys, size_t count, cd_buffer *out, const cd_patience *);
     cd_status (*multi_set)(cd_store *, const cd_bytes *keys, const cd_bytes *values, size_t count, const cd_patience *);
     /* These three are NULL where the kind has no queues. pop: block == false and empty → CD_NOT_FOUND. */

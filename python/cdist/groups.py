@@ -5,10 +5,12 @@ import contextlib
 import io
 import os
 import sys
+import time
 from datetime import timedelta
 
 from cdist import _core, backends, dump_signal
 from cdist.backends import Backend, BackendConfig
+from cdist.errors import DistStoreError
 from cdist.process_group import GroupMember, ProcessGroup
 
 __all__ = [
@@ -174,13 +176,7 @@ def init_process_group(
     device = _bind_device(device_id)
     name, config = _pick_backend(backend, device)
     limit = backends.default_timeout(name) if timeout is None else _as_timeout(timeout)
-    store, rank, world_size = _find_store(init_method, store, world_size, rank, limit)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} does not fit world size {world_size}: ranks are 0 to {world_size - 1}")
-    made = ProcessGroup._open(
-        store, rank, world_size, "0", limit, limit, secret=_secret(),
-        force_tcp=os.environ.get("CDIST_TRANSPORT", "auto").lower() == "tcp",
-    )  # fmt: skip
+    made, store, rank = _meet(init_method, store, world_size, rank, limit)
     made._backend, made._config, made._store = name, config, store
     made.group_name, made.group_desc, made.bound_device_id = "0", "default_pg", device_id
     _registry.groups = [made]
@@ -214,6 +210,37 @@ def _explain_mixture(error, trace):
 def _torch_has_one():
     torch_distributed = sys.modules.get("torch.distributed")
     return hasattr(torch_distributed, "is_initialized") and torch_distributed.is_initialized()
+
+
+def _meet(init_method, given, wanted_size, wanted_rank, limit):
+    """Find a store and meet the others there; return the group, the store and this rank."""
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
+    end = time.monotonic() + seconds
+    left = limit
+    while True:
+        store, rank, world_size = _find_store(init_method, given, wanted_size, wanted_rank, left)
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank {rank} does not fit world size {world_size}: ranks are 0 to {world_size - 1}"
+            )
+        try:
+            made = ProcessGroup._open(
+                store, rank, world_size, "0", limit, left, secret=_secret(),
+                force_tcp=os.environ.get("CDIST_TRANSPORT", "auto").lower() == "tcp",
+            )  # fmt: skip
+        except DistStoreError:
+            # The group before may have met at this address: until its rank 0 closes the server, a rank that
+            # is ahead of it finds the old one. Everyone had joined that one already, which tells.
+            late = given is None and getattr(_bottom(store), "_joined_late", False)
+            left = max(end - time.monotonic(), 0)
+            if not late or not left:
+                raise
+        else:
+            return made, store, rank
+
+
+def _bottom(store):
+    return getattr(store, "_underlying_non_prefix_store", store)
 
 
 def _install_hooks(rank):

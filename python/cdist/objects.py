@@ -34,7 +34,8 @@ _allow_pickle = True
 def set_allow_pickle(allow: bool) -> None:
     """Forbid (False) or allow (True, the default) to unpickle objects from other ranks in this process.
 
-    With False every function of this module raises RuntimeError, except with ``weights_only=True``.
+    With False every function of this module that receives raises RuntimeError, except with
+    ``weights_only=True``.
     """
     global _allow_pickle
     _allow_pickle = bool(allow)
@@ -43,7 +44,6 @@ def set_allow_pickle(allow: bool) -> None:
 _SAFE = {
     "builtins": {"complex", "set", "frozenset", "bytearray", "slice", "range"},
     "collections": {"OrderedDict"},
-    "_codecs": {"encode"},
     "numpy": {"ndarray", "dtype"},
     "numpy.core.multiarray": {"_reconstruct", "scalar"},
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
@@ -52,10 +52,19 @@ _SAFE = {
 }
 
 
+def _encode(text, encoding="latin1"):
+    """Return bytes as pickles before protocol 3 hold them; the codec of another name would be imported."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"weights_only=True does not allow the encoding {encoding!r}")
+    return text.encode("latin1")
+
+
 class _SafeUnpickler(pickle.Unpickler):
     """Builds numbers, text, containers and NumPy arrays, and refuses everything else."""
 
     def find_class(self, module, name):
+        if (module, name) == ("_codecs", "encode"):
+            return _encode
         if name in _SAFE.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"weights_only=True does not allow {module}.{name}")

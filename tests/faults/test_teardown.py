@@ -3,11 +3,13 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 
 import cdist
 import numpy as np
@@ -44,7 +46,8 @@ def _abort_and_again(rank, world, port):
         work.wait()
     cdist.destroy_process_group()
     new = {0: 0, 1: 1, 3: 2}[rank]
-    cdist.init_process_group(store=cdist.PrefixStore("b", _store(port)), rank=new, world_size=3, timeout=20)
+    again = cdist.PrefixStore("b", _store(port))
+    cdist.init_process_group(store=again, rank=new, world_size=3, timeout=20)
     y = np.ones(4)
     cdist.all_reduce(y)
     seconds = time.monotonic() - start
@@ -61,7 +64,7 @@ def test_healthy_ranks_drop_a_group_while_another_hangs(server):
 
 
 def _script(tmp_path, text, world=2, limit=20, **environ):
-    """Run a program as `world` ranks by hand; return [(exit code, stdout, stderr)] and the seconds it took."""
+    """Run a program as `world` ranks by hand; return [(exit code, stdout, stderr)] and the seconds."""
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(text))
     server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -200,6 +203,39 @@ def _cycles(rank, world, port, count):
         time.sleep(chance.random() * 0.05)
 
 
+def _one_port(rank, world, port, count):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for cycle in range(count):
+        cdist.init_process_group(timeout=20)
+        x = np.full(3, rank + cycle)
+        cdist.all_reduce(x)
+        assert x[0] == sum(r + cycle for r in range(world))
+        cdist.destroy_process_group()
+
+
+def test_a_hundred_cycles_on_one_port_without_a_sleep():
+    """K91: rank 0's server is a new one each time, on the port of the last."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run(_one_port, 3, port, 100, init=False, timeout=100)
+
+
+def _no_sleep(rank, world, port, count):
+    store = _store(port)
+    for cycle in range(count):
+        cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=20)
+        x = np.full(3, rank + cycle)
+        cdist.all_reduce(x)
+        assert x[0] == sum(r + cycle for r in range(world))
+        cdist.destroy_process_group()
+
+
+def test_a_hundred_cycles_on_one_store_without_a_sleep(server):
+    """K91."""
+    run(_no_sleep, 4, server.port, 100, init=False, timeout=100)
+
+
 def test_a_hundred_cycles_on_one_store(server):
     """K91."""
     run(_cycles, 4, server.port, 100, init=False, timeout=100)
@@ -283,33 +319,102 @@ def _fork(rank, world):
 
 
 def test_a_forked_child_gets_an_error_and_the_parent_goes_on():
+    """A fork after init: the child is told, the parent is not disturbed."""
     for text, total in run(_fork, 2):
         assert "forked" in text
         assert total == 2.0
 
 
+def _huge():
+    return np.ones(1 << 21)
+
+
+BLOCKING = {
+    "all_reduce": lambda: cdist.all_reduce(np.ones(3)),
+    "all_reduce of 16 MiB": lambda: cdist.all_reduce(_huge()),
+    "broadcast": lambda: cdist.broadcast(np.ones(3), 0),
+    "all_gather": lambda: cdist.all_gather([np.ones(3), np.ones(3)], np.ones(3)),
+    "barrier": lambda: cdist.barrier(),
+    "monitored_barrier": lambda: cdist.monitored_barrier(),
+    "send": lambda: cdist.send(_huge(), 0),
+    "recv": lambda: cdist.recv(np.ones(2), 0),
+    "recv from anyone": lambda: cdist.recv(np.ones(2)),
+    "wait": lambda: cdist.all_reduce(np.ones(3), async_op=True).wait(),
+    "wait of a receive": lambda: cdist.irecv(np.ones(3), 0).wait(),
+    "future": lambda: cdist.all_reduce(np.ones(3), async_op=True).get_future().wait(),
+    "gather_object": lambda: cdist.all_gather_object([None] * 2, 1),
+    "new_group": lambda: cdist.new_group([0, 1]),
+}
+STORE_CALLS = {
+    "store.get": lambda store: store.get("never"),
+    "store.wait": lambda store: store.wait(["never"], timedelta(seconds=20)),
+    "store.barrier": lambda store: store.barrier("never", 2, timedelta(seconds=20)),
+    "store.queue_pop": lambda store: store.queue_pop("never"),
+    "store.multi_get": lambda store: store.multi_get(["never", "ever"]),
+}
+
+
 def _interrupt(rank, world, where):
-    calls = {
-        "barrier": cdist.barrier,
-        "recv": lambda: cdist.recv(np.ones(2), 0),
-        "wait": lambda: cdist.all_reduce(np.ones(3), async_op=True).wait(),
-        "new_group": lambda: cdist.new_group([0, 1]),
-        "store": lambda: cdist.group.WORLD.get_group_store().get("never"),
-    }
+    store = cdist.group.WORLD.get_group_store()
     if rank == 0:
-        time.sleep(1.0)
+        store.wait(["interrupted"], timedelta(seconds=20))
         return None
     threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        calls[where]()
-    return time.monotonic() - start < 0.8
+        BLOCKING[where]() if where in BLOCKING else STORE_CALLS[where](store)
+    took = time.monotonic() - start
+    store.set("interrupted", "")
+    return took < 5  # and not the 30 s of the group
 
 
-@pytest.mark.parametrize("where", ["barrier", "recv", "wait", "new_group", "store"])
-def test_ctrl_c_in_every_blocking_call(where):
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("where", BLOCKING)
+def test_ctrl_c_in_every_blocking_call(where, transport):
+    """K119."""
+    assert run(_interrupt, 2, where, transport=transport) == [None, True]
+
+
+@pytest.mark.parametrize("where", STORE_CALLS)
+def test_ctrl_c_in_every_call_of_a_store(where):
     """K119."""
     assert run(_interrupt, 2, where) == [None, True]
+
+
+def test_ctrl_c_while_a_store_waits_for_its_workers():
+    """K119: the constructor that waits for a worker that never comes."""
+    timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        cdist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=20))
+    assert time.monotonic() - start < 5
+    timer.join()
+
+
+def _abort_from_a_thread(rank, world, where):
+    store = cdist.group.WORLD.get_group_store()
+    if rank == 0:
+        store.wait(["aborted"], timedelta(seconds=20))
+        return None
+    timer = threading.Timer(0.2, cdist.group.WORLD.abort, ["from a thread"])
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(cdist.AbortedError, match="from a thread"):
+        BLOCKING[where]()
+    took = time.monotonic() - start
+    timer.join()
+    with pytest.raises(cdist.AbortedError, match="from a thread"):
+        cdist.barrier()
+    store.set("aborted", "")
+    return took < 5
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("where", BLOCKING)
+def test_abort_from_another_thread_ends_every_call(where, transport):
+    """K88."""
+    assert run(_abort_from_a_thread, 2, where, transport=transport) == [None, True]
 
 
 def _init_interrupt(rank, world, port):
@@ -321,6 +426,7 @@ def _init_interrupt(rank, world, port):
 
 
 def test_ctrl_c_in_init(server):
+    """K119."""
     assert run(_init_interrupt, 1, server.port, init=False) == [True]
 
 

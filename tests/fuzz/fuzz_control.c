@@ -1,4 +1,5 @@
-/* Control frames and hellos from anyone who reaches the port: read by the greeter, and as the answers of rank 0. */
+/* Control frames and hellos from anyone who reaches the port: read by the greeter, and as the answers of rank 0; and what the
+ * bodies of frames may make us believe. */
 #include "fuzz.h"
 #include "group/greeter.h"
 #include "net/sock.h"
@@ -50,7 +51,36 @@ static void expect(const uint8_t *data, size_t bytes)
     uint8_t body[32];
     if (cd_control_expect(pair[1], CD_CONTROL_WELCOME, body, sizeof body, &patience) != CD_OK)
         FUZZ_CHECK(memchr(cd_last_error()->text, 0, sizeof cd_last_error()->text));
+    else /* nothing but a whole answer is one */
+        FUZZ_CHECK(bytes >= 48 && data[4] == CD_CONTROL_WELCOME && memcmp(body, data + 16, sizeof body) == 0);
     close(pair[1]);
+}
+
+/* Copies of what has come, zeroes behind it. */
+static void fill(void *out, size_t room, const uint8_t *data, size_t bytes)
+{
+    memset(out, 0, room);
+    memcpy(out, data, bytes < room ? bytes : room);
+}
+
+static void believe(const uint8_t *data, size_t bytes)
+{
+    cd_error error;
+    fill(&error, sizeof error, data, bytes);
+    cd_error_settle(&error);
+    FUZZ_CHECK(memchr(error.text, 0, sizeof error.text) && error.code != CD_OK && error.code != CD_INTERRUPTED);
+    FUZZ_CHECK(strcmp(cd_status_name(error.code), "unknown") != 0);
+    enum { WORLD = 3 };
+    cd_member table[WORLD], members[WORLD];
+    fill(table, sizeof table, data, bytes);
+    if (cd_members_take(members, table, WORLD) == CD_OK)
+        for (int r = 0; r < WORLD; r++)
+            FUZZ_CHECK(members[r].rank == r && memchr(members[r].address, 0, sizeof members[r].address) &&
+                       memchr(members[r].host_name, 0, sizeof members[r].host_name));
+    int32_t told[WORLD], host_of[WORLD] = {0, 0, 2};
+    fill(told, sizeof told, data, bytes);
+    if (cd_hosts_take(host_of, told, WORLD) == CD_OK)
+        FUZZ_CHECK(host_of[0] == 0 && (host_of[1] == 0 || host_of[1] == 1) && host_of[2] == 2);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
@@ -58,7 +88,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
     static const uint8_t secret[32] = "a secret that no input can know";
     if (bytes < 1)
         return 0;
-    if (data[0] & 1)
+    if (data[0] & 4)
+        believe(data + 1, bytes - 1);
+    else if (data[0] & 1)
         greet(data + 1, bytes - 1, data[0] & 2 ? secret : NULL);
     else
         expect(data + 1, bytes - 1);
