@@ -30,6 +30,32 @@ def test_case(fakes, case, world):
     )
 
 
+@pytest.mark.parametrize("case", gpu_cases.ALL, ids=lambda case: case.__name__)
+def test_case_with_attributes_alone(fakes, case):
+    def body(rank, size):
+        xp = fake_gpu.Cupy(rank)
+        case(xp, rank, size)
+        return xp.asked
+
+    assert all(asked > 0 for asked in run(body, 2, environ=fakes, check_leftovers=False))
+
+
+def test_attributes_that_do_not_fit_raise(fakes):
+    def body(rank, size):
+        xp = fake_gpu.Cupy(rank)
+        good, short, deep = (xp.put(np.ones(3)) for _ in range(3))
+        cdist.all_reduce(good)
+        short.strides = ()
+        deep.shape = (1,) * 65
+        return [outcome(lambda x=x: cdist.all_reduce(x)) for x in (short, deep)]
+
+    for (kind, text), (deep_kind, deep_text) in run(body, 2, environ=fakes, check_leftovers=False):
+        assert kind is TypeError
+        assert "0 strides for 1 dimensions" in text
+        assert deep_kind is ValueError
+        assert "65 dimensions" in deep_text
+
+
 def outcome(function):
     try:
         function()

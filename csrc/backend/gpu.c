@@ -68,10 +68,16 @@ static bool gpu_is_quick(cd_backend *backend, const cd_op *op)
     return false; /* a launch waits while the GPU's queue is full */
 }
 
-/* Event and listing of an operation that was just enqueued. Inside a group it is listed by the group's end. */
+/* Event and listing of an operation that was just enqueued; one that nobody keeps shares those of its neighbours. Inside a group
+ * it is listed by the group's end. */
 static cd_status note_running(cd_gpu_backend *b, const cd_op *op, const cd_patience *patience, cd_event **keep)
 {
     cd_event *event = 0;
+    bool extended = false;
+    if (!keep)
+        CD_TRY(cd_gpu_event_extend(b, op->stream, patience, &extended));
+    if (extended)
+        return CD_OK;
     CD_TRY(cd_gpu_event_take(b, op, patience, &event));
     cd_status status = cd_gpu_event_record(b, event, op->stream, !keep);
     if (cd_unlikely(status != CD_OK))

@@ -67,38 +67,81 @@ void cd_gpu_event_unref(cd_event *event)
     pthread_mutex_unlock(&b->events_lock);
 }
 
-/* Under events_lock: takes ended operations off the front. One that failed is not marked as done: its holder reports it. */
-static void drop_ended(cd_gpu_backend *b)
+/* Under events_lock: takes the oldest operation off the list, if it has ended. One that failed is not marked as done: its holder
+ * reports it. */
+static bool drop_ended(cd_gpu_backend *b)
 {
-    while (b->running_count > 0) {
-        cd_event *event = b->running[b->running_first];
-        if (atomic_load_explicit(&event->state, memory_order_acquire) != CD_EVENT_DONE) {
-            cd_cu_result result = b->driver.event_query(event->cu);
-            if (result == CD_CU_NOT_READY)
-                return;
-            if (result == CD_CU_SUCCESS && !atomic_load_explicit(&b->aborted, memory_order_acquire))
-                atomic_store_explicit(&event->state, CD_EVENT_DONE, memory_order_release);
-        }
-        b->running_first = (b->running_first + 1) % CD_GPU_RUNNING;
-        b->running_count--;
-        release_event(b, event);
+    if (b->running_count == 0)
+        return false;
+    cd_event *event = b->running[b->running_first];
+    uint32_t state = atomic_load_explicit(&event->state, memory_order_acquire);
+    if (state == CD_EVENT_PENDING)
+        return false; /* its event still tells of an earlier record */
+    if (state != CD_EVENT_DONE) {
+        cd_cu_result result = b->driver.event_query(event->cu);
+        if (result == CD_CU_NOT_READY)
+            return false;
+        if (result == CD_CU_SUCCESS && !atomic_load_explicit(&b->aborted, memory_order_acquire))
+            atomic_store_explicit(&event->state, CD_EVENT_DONE, memory_order_release);
     }
+    b->running_first = (b->running_first + 1) % CD_GPU_RUNNING;
+    b->running_count--;
+    release_event(b, event);
+    return true;
 }
 
 cd_event *cd_gpu_events_reap(cd_gpu_backend *b)
 {
+    for (;;) {
+        /* Taken anew for each: a query takes 1.5 µs (driver 580), and a caller may want to list its operation. */
+        pthread_mutex_lock(&b->events_lock);
+        bool dropped = drop_ended(b);
+        cd_event *oldest = !dropped && b->running_count ? b->running[b->running_first] : 0;
+        if (oldest)
+            atomic_fetch_add_explicit(&oldest->refs, 1, memory_order_relaxed);
+        pthread_mutex_unlock(&b->events_lock);
+        if (!dropped)
+            return oldest;
+    }
+}
+
+static cd_event *claim_newest(cd_gpu_backend *b, cd_cu_stream stream, uint64_t deadline_ns)
+{
+    cd_event *newest = 0;
     pthread_mutex_lock(&b->events_lock);
-    drop_ended(b);
-    cd_event *oldest = b->running_count ? b->running[b->running_first] : 0;
-    if (oldest)
-        atomic_fetch_add_explicit(&oldest->refs, 1, memory_order_relaxed);
+    if (b->running_count > 0)
+        newest = b->running[(b->running_first + b->running_count - 1) % CD_GPU_RUNNING];
+    /* refs 1: the list's alone. A deadline before the first one's is far from it too. */
+    if (newest && (newest->stream != stream || deadline_ns - newest->deadline_ns > CD_GPU_SLACK_NS ||
+                   atomic_load_explicit(&newest->refs, memory_order_relaxed) != 1))
+        newest = 0;
+    /* Under drop_ended's lock: either it has asked for the old record and dropped the event, or it sees PENDING and lets it stay
+     * until the new record is made. */
+    if (newest)
+        atomic_store_explicit(&newest->state, CD_EVENT_PENDING, memory_order_relaxed);
     pthread_mutex_unlock(&b->events_lock);
-    return oldest;
+    return newest;
+}
+
+cd_status cd_gpu_event_extend(cd_gpu_backend *b, cd_cu_stream stream, const cd_patience *patience, bool *done_p)
+{
+    *done_p = false;
+    if (cd_gpu_is_captured(b, stream))
+        return CD_OK;
+    cd_event *newest = claim_newest(b, stream, patience->deadline.at_ns);
+    if (!newest)
+        return CD_OK;
+    cd_cu_result result = b->driver.event_record(newest->cu, stream);
+    /* Release: who sees RECORDED may query the event. Where the driver refused, the earlier record stands. */
+    atomic_store_explicit(&newest->state, CD_EVENT_RECORDED, memory_order_release);
+    *done_p = true;
+    return cd_driver_check(&b->driver, result, "cuEventRecord");
 }
 
 cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream stream, bool give)
 {
     event->captured = cd_gpu_is_captured(b, stream);
+    event->stream = stream;
     CD_TRY(cd_driver_check(&b->driver, b->driver.event_record(event->cu, stream), "cuEventRecord"));
     /* Release: who sees RECORDED may query the event. */
     atomic_store_explicit(&event->state, CD_EVENT_RECORDED, memory_order_release);
@@ -108,8 +151,8 @@ cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream s
         return CD_OK;
     }
     pthread_mutex_lock(&b->events_lock);
-    if (b->running_count == CD_GPU_RUNNING)
-        drop_ended(b);
+    while (b->running_count == CD_GPU_RUNNING && drop_ended(b))
+        ;
     /* Full of running ones: the oldest tells of a hang, the newest when all is over; one in between can go. */
     if (b->running_count == CD_GPU_RUNNING) {
         b->running_count--;

@@ -25,19 +25,23 @@ typedef struct cd_gpu_backend cd_gpu_backend;
 
 enum { CD_EVENT_PENDING = 0, CD_EVENT_RECORDED, CD_EVENT_DONE };
 
-/* One operation in flight. Two holders at most: the caller (from start) and the list of running operations. */
+/* An operation in flight, or several of one stream that nobody holds. Two holders at most: the caller (from start) and the list
+ * of running operations. */
 struct cd_event {
     cd_gpu_backend *backend;
     cd_cu_event cu;
     cd_event *next;          /* in the pool's free list */
     _Atomic uint32_t refs;
-    _Atomic uint32_t state;  /* PENDING: inside an open NCCL group; DONE is final */
+    _Atomic uint32_t state;  /* PENDING: inside an open NCCL group, or about to be recorded; DONE is final */
     bool captured;           /* recorded into a CUDA graph: has no state of its own */
-    uint64_t deadline_ns;
-    cd_descriptor op;        /* for texts */
+    cd_cu_stream stream;     /* of the last record */
+    uint64_t deadline_ns;    /* of the first operation */
+    cd_descriptor op;        /* the first one, for texts */
 };
 
 enum { CD_GPU_RUNNING = 1024 }; /* as many as a GPU's launch queue holds */
+/* Deadlines that lie this close together are as good as one. */
+#define CD_GPU_SLACK_NS (20 * CD_NS_PER_MS)
 
 /* What is left to do when a coalesced group ends: scratch to unpack and free, an event to record. */
 typedef struct cd_gpu_deferred cd_gpu_deferred;
@@ -148,6 +152,9 @@ cd_status cd_gpu_event_take(cd_gpu_backend *b, const cd_op *op, const cd_patienc
 /* Records the event behind the stream's work and lists the operation as running. `give`: consumes the caller's reference, when
  * it succeeds. Under lock, as take. */
 cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream stream, bool give);
+/* Lets the newest listed operation stand for one more behind it, if nobody waits for it alone, it is in the same stream and its
+ * deadline is as good as the same: the event is recorded anew. *done_p false: that cannot be, nothing was done. Under lock. */
+cd_status cd_gpu_event_extend(cd_gpu_backend *b, cd_cu_stream stream, const cd_patience *patience, bool *done_p);
 void cd_gpu_event_unref(cd_event *event);
 /* Drops finished operations from the front of the running ones. Returns the oldest that still runs (referenced) or NULL. */
 cd_event *cd_gpu_events_reap(cd_gpu_backend *b);

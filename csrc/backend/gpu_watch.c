@@ -50,7 +50,9 @@ static void look_for_late(cd_gpu_backend *b)
     cd_event *oldest = cd_gpu_events_reap(b);
     if (!oldest)
         return;
-    if (cd_now_ns() >= oldest->deadline_ns) {
+    uint64_t deadline = oldest->deadline_ns;
+    /* Operations up to that much later may share the event. */
+    if (cd_now_ns() >= (deadline > UINT64_MAX - CD_GPU_SLACK_NS ? deadline : deadline + CD_GPU_SLACK_NS)) {
         char text[256];
         cd_fail(CD_TIMED_OUT, "rank %d: %s did not end on the GPU before its deadline: a rank does not take part, or its GPU is "
                               "busy", world_rank(b), cd_descriptor_text(&oldest->op, text, sizeof text));

@@ -161,25 +161,25 @@ static int read_view(PyObject *object, const char *name, cd_py_array *out)
     return read_numpy((PyArrayObject *)view, name, out);
 }
 
-/* CuPy and numba: a dict on the object; the current stream is asked from CuPy, otherwise taken from the dict. */
-static int read_cuda_stream(PyObject *object, PyObject *interface, void **stream_p)
+int cd_py_array_set_dtype(PyObject *dtype, const char *name, cd_py_array *out)
 {
-    *stream_p = NULL;
-    PyObject *number = NULL;
-    if (strncmp(Py_TYPE(object)->tp_name, "cupy", 4) == 0) {
-        PyObject *module = PyImport_ImportModule("cupy.cuda");
-        PyObject *stream = module ? PyObject_CallMethod(module, "get_current_stream", NULL) : NULL;
-        number = stream ? PyObject_GetAttrString(stream, "ptr") : NULL;
-        Py_XDECREF(stream);
-        Py_XDECREF(module);
-        if (!number)
-            return -1;
-    } else if (interface) {
-        number = Py_XNewRef(PyDict_GetItemString(interface, "stream"));
-    }
-    if (number && number != Py_None)
-        *stream_p = PyLong_AsVoidPtr(number);
-    Py_XDECREF(number);
+    PyArray_Descr *descr = NULL;
+    if (PyArray_DescrCheck(dtype))
+        descr = (PyArray_Descr *)Py_NewRef(dtype);
+    else if (!PyArray_DescrConverter(dtype, &descr))
+        return -1;
+    int result = refuse_objects(descr, name);
+    out->span.item_bytes = (uint32_t)PyDataType_ELSIZE(descr);
+    out->dtype = dtype_of_descr(descr, out->span.item_bytes, &out->swapped);
+    Py_DECREF(descr);
+    return result;
+}
+
+/* The stream in which the array's maker says that its work is ordered. */
+static int read_cuda_stream(PyObject *interface, void **stream_p)
+{
+    PyObject *number = PyDict_Check(interface) ? PyDict_GetItemString(interface, "stream") : NULL; /* borrowed */
+    *stream_p = number && number != Py_None ? PyLong_AsVoidPtr(number) : NULL;
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -226,25 +226,21 @@ static int read_cuda_interface(PyObject *object, PyObject *interface, const char
 {
     out->keep = interface;
     out->device = CD_CUDA;
-    PyArray_Descr *descr = NULL;
     PyObject *dtype = PyObject_GetAttrString(object, "dtype");
     if (!dtype)
         PyErr_Clear();
     PyObject *typestr = PyDict_Check(interface) ? PyDict_GetItemString(interface, "typestr") : NULL;
     PyObject *source = dtype && PyArray_DescrCheck(dtype) ? dtype : typestr;
-    if (!source || !PyArray_DescrConverter(source, &descr)) {
-        Py_XDECREF(dtype);
+    int result = source ? cd_py_array_set_dtype(source, name, out) : -1;
+    Py_XDECREF(dtype);
+    if (result < 0) {
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_TypeError, "parameter `%s`: malformed __cuda_array_interface__", name);
         return -1;
     }
-    Py_XDECREF(dtype);
-    out->span.item_bytes = (uint32_t)PyDataType_ELSIZE(descr);
-    out->dtype = dtype_of_descr(descr, out->span.item_bytes, &out->swapped);
-    Py_DECREF(descr);
     if (read_cuda_layout(interface, name, out) < 0 || read_cuda_device(object, &out->device_index) < 0)
         return -1;
-    return read_cuda_stream(object, interface, &out->stream);
+    return read_cuda_stream(interface, &out->stream);
 }
 
 /* --------------------------------------------------------------------------------------------------------- dispatch */
@@ -265,8 +261,10 @@ static int refuse_object(PyObject *object, const char *name)
     return -1;
 }
 
-static int read_other(PyObject *object, const char *name, cd_py_array *out)
+static int read_other(cd_py_state *state, PyObject *object, const char *name, cd_py_array *out)
 {
+    if (cd_py_cupy_find(state, Py_TYPE(object)))
+        return cd_py_cupy_read(state, object, name, out);
     if (PyArray_Check(object))
         return read_numpy((PyArrayObject *)object, name, out);
     if (PyType_Check(object) || (PyArray_IsAnyScalar(object) && !PyBytes_Check(object)))
@@ -293,10 +291,12 @@ int cd_py_array_read(cd_py_state *state, PyObject *object, const char *name, cd_
     const cd_dl_exchange *api;
     if (cd_likely(PyArray_CheckExact(object)))
         result = read_numpy((PyArrayObject *)object, name, out);
+    else if ((PyObject *)Py_TYPE(object) == state->cupy_type)
+        result = cd_py_cupy_read(state, object, name, out);
     else if ((api = cd_py_dlpack_table(state, Py_TYPE(object))))
         result = cd_py_dlpack_export(api, object, name, out);
     else
-        result = read_other(object, name, out);
+        result = read_other(state, object, name, out);
     if (cd_likely(result == 0) && use == CD_PY_OUTPUT)
         result = check_output(out, name);
     if (cd_unlikely(result < 0))
@@ -307,10 +307,17 @@ int cd_py_array_read(cd_py_state *state, PyObject *object, const char *name, cd_
 int cd_py_array_stream(cd_py_state *state, PyObject *object, int device_index, void **stream_p)
 {
     *stream_p = NULL;
+    if ((PyObject *)Py_TYPE(object) == state->cupy_type)
+        return cd_py_cupy_stream(state, stream_p);
     const cd_dl_exchange *api = cd_py_dlpack_table(state, Py_TYPE(object));
     if (api)
         return api->current_stream(CD_DL_CUDA, device_index, stream_p);
-    return read_cuda_stream(object, NULL, stream_p);
+    PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
+    if (!interface)
+        PyErr_Clear(); /* made by __dlpack__: work in the legacy default stream is what is known */
+    int result = interface ? read_cuda_stream(interface, stream_p) : 0;
+    Py_XDECREF(interface);
+    return result;
 }
 
 /* -------------------------------------------------------------------------------------------------------- questions */
@@ -440,5 +447,13 @@ int cd_py_array_add(PyObject *module)
         return -1;
     cd_py_state *state = cd_py_state_of(module);
     state->array_types = PyDict_New();
-    return state->array_types ? PyModule_AddFunctions(module, methods) : -1;
+    state->data_name = PyUnicode_InternFromString("data");
+    state->ptr_name = PyUnicode_InternFromString("ptr");
+    state->device_id_name = PyUnicode_InternFromString("device_id");
+    state->shape_name = PyUnicode_InternFromString("shape");
+    state->strides_name = PyUnicode_InternFromString("strides");
+    state->dtype_name = PyUnicode_InternFromString("dtype");
+    bool made = state->array_types && state->data_name && state->ptr_name && state->device_id_name && state->shape_name &&
+                state->strides_name && state->dtype_name;
+    return made ? PyModule_AddFunctions(module, methods) : -1;
 }

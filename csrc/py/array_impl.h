@@ -1,4 +1,5 @@
-/* Shared by array.c and array_dlpack.c alone. Functions return 0, or −1 with an exception; `name` is the argument's. */
+/* Shared by array.c, array_cupy.c and array_dlpack.c alone. Functions return 0, or −1 with an exception; `name` is the
+ * argument's. */
 #ifndef CD_PY_ARRAY_IMPL_H
 #define CD_PY_ARRAY_IMPL_H
 
@@ -10,6 +11,15 @@ cd_dtype cd_py_dtype_of_family(char family, size_t bytes);
 int cd_py_array_refuse_dims(const char *name, int ndim);
 /* Sets count and, unless the elements lie in C order without gaps, dims. Strides are in units of `unit` bytes; NULL: C order. */
 void cd_py_array_set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t unit);
+
+/* Sets dtype, item_bytes and swapped from what numpy.dtype takes. */
+int cd_py_array_set_dtype(PyObject *dtype, const char *name, cd_py_array *out);
+
+/* Whether `type` is cupy.ndarray itself; once seen, it is state->cupy_type. No exception. */
+bool cd_py_cupy_find(cd_py_state *state, PyTypeObject *type);
+/* After cd_py_cupy_find has found it. */
+int cd_py_cupy_read(const cd_py_state *state, PyObject *object, const char *name, cd_py_array *out);
+int cd_py_cupy_stream(const cd_py_state *state, void **stream_p);
 
 /* The table of `type`, remembered in module state; NULL: it has none (no exception). */
 const cd_dl_exchange *cd_py_dlpack_table(cd_py_state *state, PyTypeObject *type);

@@ -217,11 +217,10 @@ int cd_py_hook_add(PyObject *module)
     state->gradient_hook_type = PyType_FromModuleAndSpec(module, &hook_spec, NULL);
     state->grad_name = PyUnicode_InternFromString("grad");
     state->requires_grad_name = PyUnicode_InternFromString("requires_grad");
-    state->dtype_name = PyUnicode_InternFromString("dtype");
     state->is_contiguous_name = PyUnicode_InternFromString("is_contiguous");
     state->data_ptr_name = PyUnicode_InternFromString("data_ptr");
-    return state->gradient_hook_type && state->grad_name && state->requires_grad_name && state->dtype_name &&
-                   state->is_contiguous_name && state->data_ptr_name
+    return state->gradient_hook_type && state->grad_name && state->requires_grad_name && state->is_contiguous_name &&
+                   state->data_ptr_name
                ? 0
                : -1;
 }

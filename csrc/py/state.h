@@ -16,6 +16,8 @@
     X(default_group) /* what group=None means: a ProcessGroup, or NULL before init */   \
     X(array_types)   /* dict: array type → DLPack's C table of it (array.c) */          \
     X(exchange_type) /* the array type that was read last through DLPack's C table */   \
+    X(cupy_type)     /* cupy.ndarray, once one was read */                              \
+    X(cupy_stream)   /* cupy.cuda.get_current_stream, beside it */                      \
     X(group_type)                                                                       \
     X(work_type)                                                                        \
     X(redop_type)                                                                       \
@@ -33,7 +35,12 @@
     X(requires_grad_name) /* "requires_grad" */                                         \
     X(dtype_name)         /* "dtype" */                                                 \
     X(is_contiguous_name) /* "is_contiguous" */                                         \
-    X(data_ptr_name)      /* "data_ptr" */
+    X(data_ptr_name)      /* "data_ptr" */                                              \
+    X(data_name)          /* "data" */                                                  \
+    X(ptr_name)           /* "ptr" */                                                   \
+    X(device_id_name)     /* "device_id" */                                             \
+    X(shape_name)         /* "shape" */                                                 \
+    X(strides_name)       /* "strides" */
 
 typedef struct {
 #define X(name) PyObject *name;

@@ -151,6 +151,31 @@ static void late_main(int rank, void *ctx)
     gpu_rank_close(&r);
 }
 
+/* Operations that nobody keeps share an event: rank 1 takes part in the first alone, and the second is missed all the same. */
+static void late_second_main(int rank, void *ctx)
+{
+    gpu_rank r;
+    gpu_rank_open(&r, ctx, rank);
+    cd_span span = {gpu_alloc(&r, 16), 4, 0, 4};
+    cd_op op = reduce_of(&span);
+    CHECK_OK(r.backend->ops->run(r.backend, &op, &r.patience));
+    gpu_flush(&r);
+    cd_patience brief = r.patience;
+    brief.deadline = cd_deadline_after_ns(300 * CD_NS_PER_MS);
+    CHECK_OK(r.backend->ops->run(r.backend, &op, &brief));
+    if (rank == 0) {
+        CHECK_OK(r.backend->ops->run(r.backend, &op, &brief));
+        cd_deadline limit = cd_deadline_after_ns(5 * CD_NS_PER_S);
+        while (cd_cause_check(r.team.cause) == CD_OK && !cd_deadline_passed(limit))
+            cd_sleep_ns(CD_NS_PER_MS);
+        CHECK_FAILS(cd_cause_check(r.team.cause), CD_TIMED_OUT);
+        CHECK(error_has("did not end on the GPU"));
+        CHECK(cd_deadline_passed(brief.deadline));
+    }
+    pthread_barrier_wait(&r.group->barrier);
+    gpu_rank_close(&r);
+}
+
 /* A cause from elsewhere (a peer died) ends running work within the watch's period, also a host that waits. */
 static void cause_main(int rank, void *ctx)
 {
@@ -405,6 +430,7 @@ int main(void)
     on_group(3, lone_bad_main);
     on_group(2, bad_calls_main);
     on_group(2, late_main);
+    on_group(2, late_second_main);
     on_group(2, cause_main);
     on_group(2, abort_main);
     on_group(2, async_error_main);

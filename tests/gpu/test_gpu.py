@@ -101,6 +101,49 @@ def test_bfloat16_and_factors():
     gpu_run(body)
 
 
+def test_float8():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            x = torch.full((1000,), rank + 1.0, device="cuda").to(dtype)
+            y = x.clone()
+            cdist.broadcast(y, 1)
+            assert y.float().eq(2).all()
+            out = torch.zeros(2000, device="cuda").to(dtype)
+            cdist.all_gather_into_tensor(out, x)
+            assert out.float().view(2, 1000)[1].eq(2).all()
+            if torch.cuda.nccl.version() < (2, 24):
+                assert raised(lambda x=x: cdist.all_reduce(x))[0] == "TypeError"
+                continue
+            cdist.all_reduce(x)
+            assert x.float().eq(3).all()
+            cdist.all_reduce(x, op=cdist.ReduceOp.MAX)
+            assert x.float().eq(3).all()
+
+    gpu_run(body)
+
+
+def test_cupy_streams_order_work():
+    def body(rank, world):
+        cupy = Cupy(rank).cupy
+        stream = cupy.cuda.Stream(non_blocking=True)
+        for i in range(20):
+            with stream:
+                x = cupy.zeros(4_000_000, "float32")
+                for _ in range(50):
+                    x += 1
+                x += rank + i - 50
+                if i % 2:
+                    cdist.all_reduce(x, async_op=True).wait()
+                else:
+                    cdist.all_reduce(x)
+                y = x * 2
+            stream.synchronize()
+            assert bool((y == 2 * (2 * i + 1)).all())
+
+    gpu_run(body)
+
+
 def test_streams_order_work():
     def body(rank, world):
         torch = Torch(rank).torch
@@ -185,6 +228,27 @@ def test_killed_rank():
     assert name == "PeerLostError", text
     assert seconds < 5
     assert alive == 3
+
+
+def test_launch_queue_full_behind_a_missing_rank():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        x = torch.ones(1000, device="cuda")
+        cdist.all_reduce(x)
+        torch.cuda.synchronize()
+        if rank == 1:
+            time.sleep(8)
+            return None
+        start = time.monotonic()
+        name, text = raised(lambda: [cdist.all_reduce(x, timeout=2) for _ in range(5000)])
+        while name is None and time.monotonic() - start < 7:
+            torch.cuda.synchronize()
+            name, text = raised(lambda: cdist.all_reduce(x, timeout=2))
+        return name, text, time.monotonic() - start
+
+    name, text, seconds = gpu_run(body, allow_failures=True)[0]
+    assert name == "DistTimeoutError", text
+    assert seconds < 6
 
 
 def test_missing_rank_times_out():
