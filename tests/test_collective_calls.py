@@ -164,6 +164,56 @@ def test_differing_calls_raise_on_all_ranks(name, transport):
         assert texts[0].split("; rank ")[0] == texts[1].split("; rank ")[0]
 
 
+def _splits(rank, world):
+    x, out = np.zeros((world + (rank == 0), 3)), np.full((world, 3), -1.0)
+    splits = [1, 2 if rank == 0 else 1, 1]
+    return out, lambda: cdist.all_to_all_single(out, x, [1] * world, splits)
+
+
+def _gathered(rank, world):
+    outs = [np.full(3, -1.0) for _ in range(world)]
+    return outs[2], lambda: cdist.gather(np.zeros(3 + (rank == 1)), outs if rank == 0 else None)
+
+
+def _scattered(rank, world):
+    out = np.full(3 + (rank == 1), -1.0)
+    return out, lambda: cdist.scatter(out, [np.zeros(3)] * world if rank == 0 else None)
+
+
+def _reduced(count):
+    def prepare(rank, world):
+        counts = [count, count + (rank != 1), count + (rank == 2)]  # who is right is not known
+        out = np.full(counts[rank], -1.0)
+        return out, lambda: cdist.reduce_scatter(out, [np.zeros(n) for n in counts])
+
+    return prepare
+
+
+BLOCKS = {
+    "splits": _splits,
+    "gather": _gathered,
+    "scatter": _scattered,
+    "reduce_scatter": _reduced(5),
+    "large reduce_scatter": _reduced(5000),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pairs
+def test_blocks_of_other_sizes_raise_on_all_ranks(name, transport):
+    """K01, K62: only two ranks can see it, the third raises in this call too; nothing is written."""
+
+    def body(rank, world):
+        out, call = BLOCKS[name](rank, world)
+        with pytest.raises(errors.MismatchError, match="differs") as caught:
+            call()
+        assert (out == -1).all()
+        return str(caught.value).split("; rank ")[0]
+
+    texts = run(body, 3, transport=transport, group_timeout=20)
+    assert all(text.count("rank ") >= 2 for text in texts)
+
+
 def test_mismatch_text_shows_both_sides():
     """K04."""
     def body(rank, world):

@@ -146,3 +146,13 @@ cd_status cd_op_mismatch(int rank_a, const cd_descriptor *a, int rank_b, const c
                         cd_descriptor_text(a, text_a, sizeof text_a), rank_b,
                         cd_descriptor_text(b, text_b, sizeof text_b), differing_field(a, b));
 }
+
+cd_status cd_op_block_mismatch(const cd_op *op, int from, uint64_t gives_bytes, int to, uint64_t takes_bytes)
+{
+    uint64_t item = op->item_bytes ? op->item_bytes : 1;
+    return cd_fail_rank(CD_MISMATCH, from,
+                        "ranks call different collectives: in %s of %s, sequence %llu, rank %d gives %llu elements to rank %d, "
+                        "which expects %llu (element count differs)",
+                        cd_kind_name(op->kind), cd_dtype_name(op->dtype), (unsigned long long)op->sequence, from,
+                        (unsigned long long)(gives_bytes / item), to, (unsigned long long)(takes_bytes / item));
+}

@@ -147,6 +147,8 @@ const char *cd_descriptor_text(const cd_descriptor *descriptor, char *out, size_
 /* Records CD_MISMATCH with both sides in one text and the field(s) that differ marked:
  * "collective 7 differs between ranks: rank 0 calls all_reduce(SUM) of float32 (100,), rank 1 calls … (shape differs)". */
 cd_status cd_op_mismatch(int rank_a, const cd_descriptor *a, int rank_b, const cd_descriptor *b) CD_COLD;
+/* Likewise for a block of a CD_OP_UNEVEN operation whose two ends disagree. */
+cd_status cd_op_block_mismatch(const cd_op *op, int from, uint64_t gives_bytes, int to, uint64_t takes_bytes) CD_COLD;
 const char *cd_kind_name(cd_kind kind);   /* torch's function name: "all_reduce" */
 const char *cd_redop_name(cd_redop redop); /* "SUM" */
 /* The table of legal (redop, dtype) pairs: SUM, PRODUCT, MIN, MAX on all numbers and bool (logical); no MIN/MAX on complex;

@@ -2,11 +2,12 @@
  *
  *   path      kind        steps  payload bytes sent by a rank (B = bytes of a block, P = ranks, h = 80)
  *   net_move  all_gather  2      (P − 1)(h + B)
- *             gather      1 + a  h × log2 P + h + B, the root without the last two
- *             scatter     1 + a  h × log2 P + (P − 1)(h + B) at the root, h × log2 P elsewhere
+ *             gather      2 + a  h × (1 + log2 P) + h + B, the root without the last two
+ *             scatter     2 + a  h × (1 + log2 P) + (P − 1)(h + B) at the root, h × (1 + log2 P) elsewhere
  *             all_to_all  2      (P − 1)h + the sum of the blocks for others
  *
- * a: log2 P steps of agreement, at the same time as the first.
+ * a: log2 P steps of agreement that no block is of another size than expected. Operations with splits and uneven lists have
+ * them as well, with h × log2 P bytes.
  *
  * Blocks of up to CD_NET_CARRY bytes ride in the hello (one step); larger ones follow in pieces, WINDOW of them under way for
  * each pair. The hello names the bytes of the block, so that uneven blocks which differ between the two ends are found out. */
@@ -143,7 +144,7 @@ static cd_status take_hellos(const mover *m)
 {
     const cd_net_hello *hello;
     if (m->step == CD_NET_BLOCK)
-        CD_TRY(cd_net_agree(m->run, NULL));
+        CD_TRY(cd_net_hear_previous(m->run));
     CD_TRY(cd_net_wait(m->run, 0, m->run->first_slot));
     for (int peer = 0; peer < m->world; peer++) {
         const cd_shm_piece take = take_of(m, peer);
@@ -152,10 +153,10 @@ static cd_status take_hellos(const mover *m)
             continue;
         CD_TRY(cd_net_check(m->run, m->step, peer, &hello));
         if (hello->block_bytes != take.bytes)
-            return cd_fail_rank(CD_MISMATCH, rank, "%s, sequence %llu: rank %d sends %llu bytes to rank %d, which expects %zu",
-                                cd_kind_name(m->op->kind), (unsigned long long)m->op->sequence, rank,
-                                (unsigned long long)hello->block_bytes, m->run->team->world_ranks[m->me], take.bytes);
+            return cd_op_block_mismatch(m->op, rank, hello->block_bytes, m->run->team->world_ranks[m->me], take.bytes);
     }
+    if (m->step == CD_NET_BLOCK || (m->op->flags & CD_OP_UNEVEN))
+        CD_TRY(cd_net_agree_on_blocks(m->run));
     for (int peer = 0; peer < m->world; peer++) {
         const cd_shm_piece take = take_of(m, peer);
         if (peer == m->me || !take.span || take.bytes > CD_NET_CARRY)
@@ -169,6 +170,8 @@ static cd_status take_hellos(const mover *m)
 static cd_status move(const mover *m)
 {
     bool shares_hello = m->op->kind == CD_ALL_GATHER;
+    if (m->step == CD_NET_BLOCK)
+        cd_net_greet_next(m->run);
     size_t most = 0;
     for (int i = 1; i < m->world; i++) {
         int from = (m->me - i + m->world) % m->world, to = (m->me + i) % m->world;

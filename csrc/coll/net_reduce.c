@@ -71,10 +71,12 @@ static cd_status small_collect(const small *s, const void **inputs)
             continue;
         CD_TRY(cd_net_check(s->run, s->step, peer, &hello));
         if (hello->carried != s->own.bytes)
-            return cd_fail_rank(CD_MISMATCH, team->world_ranks[peer], "%s: rank %d gives %u bytes where %zu are expected",
-                                cd_kind_name(s->run->op->kind), team->world_ranks[peer], hello->carried, s->own.bytes);
+            return cd_op_block_mismatch(s->run->op, team->world_ranks[peer], hello->carried, team->world_ranks[s->me],
+                                        s->own.bytes);
         inputs[peer] = cd_net_carried(hello);
     }
+    if (s->run->op->flags & CD_OP_UNEVEN)
+        CD_TRY(cd_net_agree_on_blocks(s->run));
     inputs[s->me] = cd_piece_at(&s->own, 0);
     if (!inputs[s->me]) {
         inputs[s->me] = s->run->work;
@@ -252,7 +254,11 @@ static cd_status finish_chunk(const slices *s, size_t chunk)
 
 static cd_status run_chunks(const slices *s)
 {
-    CD_TRY(cd_net_meet(s->run));
+    uint64_t gives[s->world];
+    for (int peer = 0; peer < s->world; peer++)
+        gives[peer] = slice_of(s, peer).bytes;
+    bool compares = s->run->op->flags & CD_OP_UNEVEN;
+    CD_TRY(cd_net_meet(s->run, compares ? gives : NULL, compares ? s->out->count * s->out->item_bytes : 0));
     for (size_t c = 0; c < WINDOW && c < s->chunks; c++)
         post(s, c);
     for (size_t c = 0; c < s->chunks; c++) {

@@ -120,11 +120,9 @@ cd_status cd_net_end(cd_net_run *run, cd_status status)
 {
     if (status != CD_OK && run->memory) {
         cd_error why = *cd_last_error();
-        if (status == CD_MISMATCH) {
+        /* Not yet the group's cause: who makes it that also tells the ranks that have no hello to wait for. */
+        if (status == CD_MISMATCH)
             tell_all(run, &why);
-            if (run->team->cause)
-                cd_cause_publish(run->team->cause, &why);
-        }
         for (int slot = 0; slot < run->slot_count; slot++) {
             if (run->ranks[slot] < 0)
                 continue;
@@ -154,7 +152,7 @@ void cd_net_recv(cd_net_run *run, int slot, int rank, int step, void *data, size
 {
     run->ranks[slot] = rank;
     cd_mesh_recv(run->team->mesh, &run->slots[slot], run->team->world_ranks[rank], match_of(run, step), 0, data, bytes,
-                 step == CD_NET_HELLO || step == CD_NET_BLOCK, false);
+                 step != CD_NET_DATA && step != CD_NET_RESULT, false);
 }
 
 cd_status cd_net_wait(cd_net_run *run, int first, int count)
@@ -213,21 +211,50 @@ cd_status cd_net_check(cd_net_run *run, int step, int rank, const cd_net_hello *
     return CD_OK;
 }
 
-cd_status cd_net_meet(cd_net_run *run)
+cd_status cd_net_meet(cd_net_run *run, const uint64_t *gives, uint64_t takes)
 {
     int world = run->team->world, me = run->team->rank;
     for (int i = 1; i < world; i++)
         cd_net_await_greeting(run, CD_NET_HELLO, (me + i) % world);
-    cd_net_fill(run, CD_NET_HELLO, me, NULL);
-    for (int i = 1; i < world; i++)
-        cd_net_greet(run, CD_NET_HELLO, (me + i) % world, me);
-    CD_TRY(cd_net_wait(run, 0, 2 * world));
-    const cd_net_hello *ignored;
-    for (int rank = 0; rank < world; rank++) {
-        if (rank != me)
-            CD_TRY(cd_net_check(run, CD_NET_HELLO, rank, &ignored));
+    for (int i = 1; i < world; i++) {
+        int to = (me + i) % world, memory = gives ? to : me;
+        if (gives || i == 1)
+            cd_net_fill(run, CD_NET_HELLO, memory, NULL);
+        if (gives)
+            hello_at(run, run->hellos_out, CD_NET_HELLO, memory)->block_bytes = gives[to];
+        cd_net_greet(run, CD_NET_HELLO, to, memory);
     }
-    return CD_OK;
+    CD_TRY(cd_net_wait(run, 0, 2 * world));
+    for (int rank = 0; rank < world; rank++) {
+        const cd_net_hello *hello;
+        if (rank == me)
+            continue;
+        CD_TRY(cd_net_check(run, CD_NET_HELLO, rank, &hello));
+        if (gives && hello->block_bytes != takes)
+            return cd_op_block_mismatch(run->op, run->team->world_ranks[rank], hello->block_bytes, run->team->world_ranks[me],
+                                        takes);
+    }
+    return gives ? cd_net_agree_on_blocks(run) : CD_OK;
+}
+
+void cd_net_greet_next(cd_net_run *run)
+{
+    int world = run->team->world, me = run->team->rank;
+    if (world == 1)
+        return;
+    cd_net_await_greeting(run, CD_NET_HELLO, (me - 1 + world) % world);
+    cd_net_fill(run, CD_NET_HELLO, me, NULL);
+    cd_net_greet(run, CD_NET_HELLO, (me + 1) % world, me);
+}
+
+cd_status cd_net_hear_previous(cd_net_run *run)
+{
+    int world = run->team->world, previous = (run->team->rank - 1 + world) % world;
+    const cd_net_hello *ignored;
+    if (world == 1)
+        return CD_OK;
+    CD_TRY(cd_net_wait(run, recv_slot(run, CD_NET_HELLO, previous), 1));
+    return cd_net_check(run, CD_NET_HELLO, previous, &ignored);
 }
 
 /* A hello with the same data as the one that came. */
@@ -240,24 +267,24 @@ static void repeat(cd_net_run *run, int index, const cd_net_hello *came)
     memcpy(hello + 1, came + 1, came->carried);
 }
 
-cd_status cd_net_agree(cd_net_run *run, const cd_shm_piece *data)
+static cd_status agree(cd_net_run *run, int step, const cd_shm_piece *data)
 {
     int world = run->team->world, me = run->team->rank;
     int place = data ? (me - run->op->root + world) % world : 0;
     int with_data = (me + 1) % world; /* the memory for the hello that has it */
     bool carries = data && data->bytes <= CD_NET_CARRY;
     const cd_net_hello *came = NULL, *hello;
-    cd_net_fill(run, CD_NET_HELLO, me, NULL);
+    cd_net_fill(run, step, me, NULL);
     if (carries && place == 0)
-        cd_net_fill(run, CD_NET_HELLO, with_data, data);
+        cd_net_fill(run, step, with_data, data);
     /* Before the step of distance d those at places below d have the data. */
     for (int distance = 1; distance < world; distance <<= 1) {
         int to = (me + distance) % world, from = (me - distance + world) % world;
         bool gives = carries && place < distance && place + distance < world;
-        cd_net_await_greeting(run, CD_NET_HELLO, from);
-        cd_net_greet(run, CD_NET_HELLO, to, gives ? with_data : me);
-        CD_TRY(cd_net_wait(run, recv_slot(run, CD_NET_HELLO, from), 1));
-        CD_TRY(cd_net_check(run, CD_NET_HELLO, from, &hello));
+        cd_net_await_greeting(run, step, from);
+        cd_net_greet(run, step, to, gives ? with_data : me);
+        CD_TRY(cd_net_wait(run, recv_slot(run, step, from), 1));
+        CD_TRY(cd_net_check(run, step, from, &hello));
         if (!carries || place < distance || place >= 2 * distance)
             continue;
         if (hello->carried != data->bytes)
@@ -269,4 +296,14 @@ cd_status cd_net_agree(cd_net_run *run, const cd_shm_piece *data)
     if (came)
         cd_piece_write(data, 0, came->carried, cd_net_carried(came));
     return CD_OK;
+}
+
+cd_status cd_net_agree(cd_net_run *run, const cd_shm_piece *data)
+{
+    return agree(run, CD_NET_HELLO, data);
+}
+
+cd_status cd_net_agree_on_blocks(cd_net_run *run)
+{
+    return agree(run, CD_NET_AGREED, NULL);
 }

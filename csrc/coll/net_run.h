@@ -6,7 +6,8 @@
  *
  * Agreement. No rank completes an operation before it depends on the checked hello of every other one, so that ranks that
  * call different things all fail in that very call. Operations in which every pair talks have that from their hellos; the
- * others (broadcast, gather, scatter, the small reduce, barrier) send hellos as a dissemination barrier does. Some rank always
+ * others (broadcast, the small reduce, barrier) send hellos as a dissemination barrier does, and so do those with blocks of
+ * different sizes once these are compared (gather, scatter, all_to_all with splits and the like). Some rank always
  * finds the difference: whatever it calls, a rank says hello to the next one at once and listens to the one before it, and
  * going round, a rank that differs stands behind one that does not. */
 #ifndef CD_COLL_NET_RUN_H
@@ -32,8 +33,8 @@ typedef struct {
 _Static_assert(sizeof(cd_net_hello) == 80 && sizeof(cd_net_hello) + CD_NET_CARRY <= CD_MESH_EAGER, "one eager message");
 
 /* Steps of an operation, the low bits of the tag. */
-/* CD_NET_BLOCK: hellos with a block, straight between the root and the others, beside those of the agreement. */
-enum { CD_NET_HELLO = 0, CD_NET_DATA = 1, CD_NET_RESULT = 2, CD_NET_BLOCK = 3, CD_NET_STEPS = 4 };
+/* CD_NET_BLOCK: hellos with a block, straight between the root and the others. CD_NET_AGREED: of a second agreement. */
+enum { CD_NET_HELLO = 0, CD_NET_DATA = 1, CD_NET_RESULT = 2, CD_NET_BLOCK = 3, CD_NET_AGREED = 4, CD_NET_STEPS = 8 };
 
 typedef struct {
     cd_team *team;
@@ -64,7 +65,7 @@ void cd_net_recv(cd_net_run *run, int slot, int rank, int step, void *data, size
 /* Waits for the taken slots among [first, first + count) and frees them. */
 cd_status cd_net_wait(cd_net_run *run, int first, int count);
 
-/* `step` is CD_NET_HELLO or CD_NET_BLOCK in the following. */
+/* `step` is CD_NET_HELLO, CD_NET_BLOCK or CD_NET_AGREED (which has the slots and memory of CD_NET_HELLO) in the following. */
 /* Writes a hello with the block if it has up to CD_NET_CARRY bytes (NULL: none); it may be sent to several ranks. `index` (a
  * rank) chooses the memory for it. */
 void cd_net_fill(cd_net_run *run, int step, int index, const cd_shm_piece *block);
@@ -72,11 +73,19 @@ void cd_net_greet(cd_net_run *run, int step, int rank, int index);
 void cd_net_await_greeting(cd_net_run *run, int step, int rank);
 /* After the wait for that slot: the other rank's hello, if it is of the same operation. */
 cd_status cd_net_check(cd_net_run *run, int step, int rank, const cd_net_hello **hello_p);
-/* To all, from all, without data: for algorithms that begin with everybody. */
-cd_status cd_net_meet(cd_net_run *run);
+/* To all, from all, without data: for algorithms that begin with everybody. `gives`: bytes of the block for each rank, of which
+ * that for this one must be `takes`; NULL: not compared. */
+cd_status cd_net_meet(cd_net_run *run, const uint64_t *gives, uint64_t takes);
 /* Returns CD_OK when all ranks are known to call the same, after log2(world) steps; the sends may still be under way. With
  * `data` of up to CD_NET_CARRY bytes it is a broadcast as well: the root's reach the others', which are written last. */
 cd_status cd_net_agree(cd_net_run *run, const cd_shm_piece *data);
+/* Blocks may be of different sizes, which only the two ends can compare. Returns CD_OK when all ranks are known to have come
+ * here, that is to have found their blocks right. All CD_NET_HELLO slots are free before; data that came with hellos stays. */
+cd_status cd_net_agree_on_blocks(cd_net_run *run);
+/* For operations in which not every pair talks: a hello to the next rank at once, and the wait for that of the rank before,
+ * which shows every difference to somebody. To be heard before anything that may never come. */
+void cd_net_greet_next(cd_net_run *run);
+cd_status cd_net_hear_previous(cd_net_run *run);
 
 static inline const char *cd_net_carried(const cd_net_hello *hello)
 {

@@ -231,21 +231,13 @@ bool cd_shm_take_eagerly(cd_shm_team *shm, bool one_for_all)
 cd_status cd_shm_check_counts(cd_team *team, const cd_op *op, size_t *largest_p)
 {
     cd_shm_team *shm = team->shm;
-    uint64_t item = op->item_bytes ? op->item_bytes : 1;
     *largest_p = 0;
     for (int giver = 0; giver < shm->ranks; giver++) {
         const uint64_t *gives = counts_of(shm, giver, GIVES);
         for (int taker = 0; taker < shm->ranks; taker++) {
             uint64_t takes = counts_of(shm, taker, TAKES)[giver];
             if (cd_unlikely(gives[taker] != takes)) {
-                int from = world_rank(team, giver), to = world_rank(team, taker);
-                (void)cd_fail_rank(CD_MISMATCH, from,
-                                   "ranks call different collectives: in %s of %s, sequence %llu, rank %d gives %llu "
-                                   "elements to rank %d, which expects %llu (element count differs)",
-                                   cd_kind_name(op->kind), cd_dtype_name(op->dtype),
-                                   (unsigned long long)op->sequence, from,
-                                   (unsigned long long)(gives[taker] / item), to,
-                                   (unsigned long long)(takes / item));
+                (void)cd_op_block_mismatch(op, world_rank(team, giver), gives[taker], world_rank(team, taker), takes);
                 return publish(team);
             }
             if (takes > *largest_p)

@@ -159,8 +159,8 @@ static uint64_t table_bytes(const test_case *c, uint64_t bytes, int ranks, int r
             children += place < distance && place + distance < ranks;
         return h * log + bytes * (bytes <= CD_NET_CARRY ? children : place != ranks - 1); /* in the hellos or by the chain */
     case CD_ALL_GATHER: return others * (h + bytes);
-    case CD_GATHER: return h * log + (root ? 0 : h + bytes);
-    case CD_SCATTER: return h * log + (root ? others * (h + bytes) : 0);
+    case CD_GATHER: return h * (1 + log) + (root ? 0 : h + bytes);
+    case CD_SCATTER: return h * (1 + log) + (root ? others * (h + bytes) : 0);
     default: return others * (h + bytes); /* REDUCE_SCATTER, ALL_TO_ALL: blocks */
     }
 }
@@ -211,6 +211,8 @@ static void disagree(int rank, void *ctx)
     op.out = shm_one(&to);
     cd_patience patience = shm_ranks_patience(&d->n->g, d->expected == CD_TIMED_OUT ? 200 * CD_NS_PER_MS : 30 * CD_NS_PER_S);
     CHECK_FAILS(d->runs[rank](&d->n->g.teams[rank], &op, &patience), d->expected);
+    if (d->expected == CD_MISMATCH)
+        cd_cause_publish(d->n->g.teams[rank].cause, cd_last_error()); /* as a group does */
     CHECK(strstr(cd_last_error()->text, d->says));
     if (d->blamed >= 0)
         CHECK(cd_last_error()->rank == d->blamed);
@@ -277,6 +279,7 @@ static void disagree_about_root(int rank, void *ctx)
     op.out = shm_one(&to);
     cd_patience patience = shm_ranks_patience(&d->n->g, 30 * CD_NS_PER_S);
     CHECK_FAILS(d->runs[rank](&d->n->g.teams[rank], &op, &patience), CD_MISMATCH);
+    cd_cause_publish(d->n->g.teams[rank].cause, cd_last_error()); /* as a group does */
     CHECK(strstr(cd_last_error()->text, "differs)"));
     for (size_t i = 0; i < room; i++)
         CHECK(in[i] == 7 && out[i] == 9);
