@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY ?= $(VENV)/bin/python
 RANKS ?= 2
+SECONDS ?= 600
 # More packages for the tests; .ci/run adds torch, against which everything that torch has is compared, and what examples use.
 EXTRAS ?=
 PYTEST ?= $(PY) -m pytest -q
@@ -57,6 +58,9 @@ sanitize:       ## the C tests under ASan+UBSan and under TSan
 	@$(MAKE) -s -j2 -C tests/c SAN=address,undefined
 	@$(MAKE) -s -j2 -C tests/c SAN=thread
 
+soak:           ## random operations, groups and deaths; SECONDS=600, PYTHONPATH=python after make dev
+	@PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} $(PY) tests/soak/soak.py --seconds $(SECONDS)
+
 SANITIZED := build/sanitize-python
 SANITIZED_TESTS ?= store p2p objects reducer collectives
 sanitize-python: ## some of the Python tests on an extension under ASan+UBSan (needs gcc)
@@ -82,4 +86,4 @@ bench-gpu:      ## cdist beside torch.distributed and raw NCCL on real GPUs
 clean:
 	rm -rf build dist $(VENV) python/cdist/*.so python/*.egg-info
 
-.PHONY: help train test test-all test-quick tools dev test-c sanitize sanitize-python lint bench test-gpu bench-gpu clean
+.PHONY: help train test test-all test-quick tools dev test-c sanitize sanitize-python soak lint bench test-gpu bench-gpu clean

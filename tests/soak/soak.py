@@ -1,0 +1,315 @@
+"""Minutes of random operations, groups, sizes, dtypes and deaths, every result checked.
+
+    python tests/soak/soak.py --seconds 600
+
+A round is a world of two to five ranks that do the same random sequence of operations; every rank knows
+what every result must be. In most rounds a random rank is struck at a random moment: it is killed, freezes,
+raises or leaves. The survivors must all learn of it within the limit; then they shrink and go on, or the
+round ends and all start again.
+Prints one line a minute, and what was done. Ends with 1 at the first wrong result or hang, and says the seed.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+
+import cdist
+import numpy as np
+from cdist.testing import RankFailedError, run
+
+DTYPES = ["f4", "f8", "i4", "i8", "u1", "c8", "f2"]
+MOST_BYTES = 1 << 21
+# Seconds in which a death must be known to all; a loaded machine may need some of them.
+LIMIT = 15.0
+FAULTS = ["SIGKILL", "SIGSEGV", "exception", "exit", "freeze"]
+
+
+def _array(chance, value, count=None):
+    """Of a random dtype, size and stride; values are small integers, so that every sum is exact."""
+    dtype = np.dtype(chance.choice(DTYPES))
+    count = int((MOST_BYTES // dtype.itemsize) ** chance.random()) if count is None else count
+    step = chance.choice([1, 1, 1, 2, -1])
+    return np.full(count * abs(step), value, dtype)[::step]
+
+
+def _check(array, value, what):
+    if not (array == np.asarray(value).astype(array.dtype)).all():
+        raise AssertionError(f"{what}: {array[:4]} and so on, not {value}")
+
+
+def _all_reduce(chance, group, me, size):
+    x = _array(chance, me + 1)
+    work = cdist.all_reduce(x, group=group, async_op=chance.random() < 0.3)
+    if work:
+        work.wait()
+    _check(x, size * (size + 1) // 2, "all_reduce")
+
+
+def _broadcast(chance, group, me, size):
+    root = chance.randrange(size)
+    x = _array(chance, me + 1)
+    cdist.broadcast(x, group=group, group_src=root)
+    _check(x, root + 1, "broadcast")
+
+
+def _reduce(chance, group, me, size):
+    root = chance.randrange(size)
+    x = _array(chance, me + 1)
+    cdist.reduce(x, group=group, group_dst=root, op=cdist.ReduceOp.SUM)
+    _check(x, size * (size + 1) // 2 if me == root else me + 1, "reduce")
+
+
+def _all_gather(chance, group, me, size):
+    x = _array(chance, me + 1)
+    out = [np.zeros(x.shape, x.dtype) for _ in range(size)]
+    cdist.all_gather(out, x, group=group)
+    for rank, part in enumerate(out):
+        _check(part, rank + 1, "all_gather")
+
+
+def _reduce_scatter(chance, group, me, size):
+    first = _array(chance, me + 1)
+    parts = [first] + [np.full(first.shape, me + 1, first.dtype) for _ in range(size - 1)]
+    out = np.zeros(first.shape, first.dtype)
+    cdist.reduce_scatter(out, parts, group=group)
+    _check(out, size * (size + 1) // 2, "reduce_scatter")
+
+
+def _all_to_all(chance, group, me, size):
+    count = int(2000 * chance.random()) + 1
+    x = np.repeat(np.arange(size) + 10 * me, count)
+    out = np.zeros_like(x)
+    cdist.all_to_all_single(out, x, group=group)
+    _check(out, np.repeat(10 * np.arange(size) + me, count), "all_to_all_single")
+
+
+def _ring(chance, group, me, size):
+    x = _array(chance, me + 1)
+    out = np.zeros(x.shape, x.dtype)
+    works = cdist.batch_isend_irecv(
+        [
+            cdist.P2POp(cdist.isend, x, group=group, group_peer=(me + 1) % size),
+            cdist.P2POp(cdist.irecv, out, group=group, group_peer=(me - 1) % size),
+        ]
+    )
+    for work in works:
+        work.wait()
+    _check(out, (me - 1) % size + 1, "ring")
+
+
+def _queue(chance, group, me, size):
+    arrays = [_array(chance, me + 1) for _ in range(chance.randrange(2, 8))]
+    works = [cdist.all_reduce(x, group=group, async_op=True) for x in arrays]
+    for work in works:
+        work.wait()
+    for x in arrays:
+        _check(x, size * (size + 1) // 2, "asynchronous all_reduce")
+
+
+def _objects(chance, group, me, size):
+    count = int(50_000 * chance.random())
+    out = [None] * size
+    cdist.all_gather_object(out, {"rank": me, "array": np.full(count, me)}, group=group)
+    if [thing["rank"] for thing in out] != list(range(size)):
+        raise AssertionError(f"all_gather_object: {out}")
+    for rank, thing in enumerate(out):
+        _check(thing["array"], rank, "all_gather_object")
+
+
+def _barrier(chance, group, me, size):
+    cdist.barrier(group=group)
+
+
+OPERATIONS = [_all_reduce] * 5 + [
+    _broadcast, _reduce, _all_gather, _reduce_scatter, _all_to_all, _ring, _queue, _objects, _barrier,
+]  # fmt: skip
+
+
+def _some_operations(seed, count, done):
+    """The same on every rank, since all draw the same numbers; `done` counts them as they are complete."""
+    chance = random.Random(seed)
+    rank, size = cdist.get_rank(), cdist.get_world_size()
+    groups = [(None, list(range(size)))]
+    for _ in range(count):
+        if chance.random() < 0.03:
+            members = sorted(chance.sample(range(size), chance.randrange(1, size + 1)))
+            made = cdist.new_group(members) if rank in members else None
+            groups.append((made, members))
+            done["new_group"] += 1
+        if len(groups) > 4:
+            made, members = groups.pop(1)
+            if rank in members:
+                cdist.destroy_process_group(made)
+        group, members = chance.choice(groups)
+        operation = chance.choice(OPERATIONS)
+        # All draw the operation's numbers, also those that are not in the group.
+        own = random.Random(chance.random())
+        if rank in members:
+            operation(own, group, members.index(rank), len(members))
+            done[operation.__name__[1:]] += 1
+    cdist.barrier()
+
+
+class StruckError(Exception):
+    """What the victim's handler raises in the middle of its work."""
+
+
+def _strike(fault):
+    if fault == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "SIGSEGV":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif fault == "exit":
+        os._exit(0)
+    elif fault == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        raise StruckError
+
+
+def _arm(chance, fault):
+    """At a random moment, in the middle of whatever the main thread does then."""
+
+    def hit(number, frame):
+        _strike(fault)
+
+    signal.signal(signal.SIGALRM, hit)
+    signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.3 * chance.random())
+
+
+def _round(rank, world, seed, fault, victim, shrinks):
+    """Return (operations done by name, how it went on)."""
+    chance = random.Random(seed)
+    done = Counter()
+    if fault is None:
+        _some_operations(seed, 300, done)
+        return done, "whole"
+    if rank == victim:
+        _arm(random.Random(-seed - 1), fault)
+    start = time.monotonic()
+    try:
+        while time.monotonic() - start < LIMIT:
+            _some_operations(chance.random(), 50, done)
+    except StruckError:
+        cdist.group.WORLD.abort("struck")
+        return done, "struck"
+    except cdist.DistError as error:
+        if rank == victim:  # thawed, or nobody waited for it
+            return done, "left behind"
+        expected = (cdist.PeerLostError, cdist.AbortedError, cdist.DistTimeoutError)
+        if not isinstance(error, expected):
+            raise
+    else:
+        raise AssertionError(f"rank {rank} heard nothing of the {fault} of rank {victim}")
+    if not shrinks or fault in ("exception", "freeze"):
+        return done, "told"
+    cdist.shrink(timeout=LIMIT)
+    if cdist.get_world_size() != world - 1:
+        raise AssertionError(f"{cdist.get_world_size()} ranks of {world} are left after one was struck")
+    _some_operations(seed, 100, done)
+    return done, "went on"
+
+
+def _judge(outcomes, world, fault, victim):
+    """Add up; raises where a rank failed in another way than the fault explains."""
+    total, kinds = Counter(), Counter()
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim and fault is not None and not isinstance(outcome, tuple):
+            continue
+        if not isinstance(outcome, tuple):
+            raise AssertionError(f"rank {rank} of {world} ({fault} of rank {victim}): {outcome!r}")
+        done, how = outcome
+        total += done
+        kinds[how] += 1
+    return total, kinds
+
+
+def one_round(seed):
+    """Run one world; returns (operations by name, fault or None, how the ranks went on, transport)."""
+    chance = random.Random(seed)
+    world = chance.randrange(2, 6)
+    fault = chance.choice([None, *FAULTS])
+    victim = chance.randrange(world) if fault else None
+    transport = chance.choice(["shm", "shm", "tcp"])
+    shrinks = chance.random() < 0.7 and world > 2
+    arguments = (
+        (_freeze, world, seed, victim) if fault == "freeze" else (_round, world, seed, fault, victim, shrinks)
+    )
+    try:
+        outcomes = run(
+            *arguments, transport=transport, group_timeout=2 if fault == "freeze" else LIMIT,
+            timeout=4 * LIMIT, allow_failures=True, check_leftovers=False,
+        )  # fmt: skip
+        done, how = _judge(outcomes, world, fault, victim)
+    except (AssertionError, RankFailedError) as error:
+        where = f"{world} ranks over {transport}, {fault} of rank {victim}"
+        raise SystemExit(f"soak: seed {seed}: {where}: {error}") from error
+    return done, fault, how, transport
+
+
+def _freeze(rank, world, seed, victim):
+    """The others name the frozen one at their deadline; it is thawed by the lowest of them and told."""
+    store = cdist.group.WORLD.get_group_store()
+    if rank == victim:
+        store.set("pid", str(os.getpid()))
+    pid = int(store.get("pid"))
+    try:
+        return _round(rank, world, seed, "freeze", victim, False)
+    finally:
+        if rank == victim:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            store.set("awake", "")
+        # More than once: on a loaded machine this rank's deadline may have passed before the other froze.
+        while rank == (victim + 1) % world and not store.check(["awake"]):
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.05)
+
+
+def soak(seconds, seed, say=print):
+    """Rounds until the time is over; returns the summary that is printed."""
+    start = time.monotonic()
+    operations, faults, ways, rounds = Counter(), Counter(), Counter(), 0
+    next_word = 60
+    while time.monotonic() - start < seconds:
+        done, fault, how, transport = one_round(seed + rounds)
+        rounds += 1
+        operations += done
+        ways += how
+        faults[f"{fault or 'none'} over {transport}"] += 1
+        if time.monotonic() - start > next_word:
+            struck = sum(n for name, n in faults.items() if not name.startswith("none"))
+            say(
+                f"soak: {next_word} s: {rounds} worlds, {operations.total()} operations, {struck} faults",
+                flush=True,
+            )
+            next_word += 60
+    struck = sum(n for name, n in faults.items() if not name.startswith("none"))
+    return {
+        "seconds": round(time.monotonic() - start),
+        "seed": seed,
+        "worlds": rounds,
+        "operations": sum(operations.values()),
+        "faults_survived": struck,
+        "by_operation": dict(sorted(operations.items())),
+        "by_fault": dict(sorted(faults.items())),
+        "ranks": dict(sorted(ways.items())),
+    }
+
+
+def main():
+    """Parse the command line, soak, print the summary as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=None, help="of the first world; the others follow it")
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(3), "big")
+    print(json.dumps(soak(options.seconds, seed), indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
