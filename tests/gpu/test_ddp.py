@@ -1,0 +1,140 @@
+"""DistributedDataParallel over GPUs against torch's over NCCL: modes, mixed precision, joining, a gradient that is missing."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cdist  # noqa: E402
+from cdist.testing import run  # noqa: E402
+from test_gpu import COUNT, gpu_run  # noqa: E402
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs of one host")
+
+
+def model(seed=0, norm=True):
+    from torch import nn
+
+    torch.manual_seed(seed)
+    middle = [nn.BatchNorm1d(64)] if norm else []
+    return nn.Sequential(nn.Linear(32, 64), *middle, nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)).cuda()
+
+
+def data(rank, steps, seed=1):
+    generator = torch.Generator().manual_seed(seed + 10 * rank)
+    return [
+        (torch.randn(16, 32, generator=generator).cuda(), torch.randn(16, 8, generator=generator).cuda())
+        for _ in range(steps)
+    ]
+
+
+def fit(ddp, batches):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    for x, y in batches:
+        optimizer.zero_grad()
+        (ddp(x).float() - y).square().mean().backward()
+        optimizer.step()
+    return [value.float().cpu().numpy() for value in ddp.state_dict().values()]
+
+
+def both(rank, world, train, path, ours, theirs, norm):
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{path}", rank=rank, world_size=world)
+    mine = train(cdist.DistributedDataParallel(model(norm=norm), device_ids=[rank], **ours), rank)
+    ddp = torch.nn.parallel.DistributedDataParallel(model(norm=norm), device_ids=[rank], **theirs)
+    reference = train(ddp, rank)
+    torch.cuda.synchronize()
+    return mine, reference
+
+
+def compare(train, ours=None, theirs=None, tolerance=1e-6, norm=True):
+    folder = tempfile.mkdtemp()
+    ours = ours or {}
+    theirs = ours if theirs is None else theirs
+    outcomes = gpu_run(lambda rank, world: both(rank, world, train, os.path.join(folder, "store"), ours, theirs, norm))
+    for mine, reference in outcomes:
+        for a, b in zip(mine, reference, strict=True):
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+MODES = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 0.01},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_equal_torch(mode):
+    compare(lambda ddp, rank: fit(ddp, data(rank, 5)), MODES[mode])
+
+
+@pytest.mark.parametrize("reduce_name", ["float32", "float16"])
+def test_mixed_precision_equals_torch(reduce_name):
+    """torch rounds the reduced gradient to param_dtype, ours goes straight to the parameter's: equal to a rounding of float16."""
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    def train(ddp, rank):
+        # torch may leave a parameter's gradient in low precision until its stream is waited for.
+        return fit(ddp, data(rank, 3))
+
+    config = _MixedPrecision(torch.float16, getattr(torch, reduce_name))
+    compare(train, {"mixed_precision": config}, tolerance=2e-3, norm=False)
+
+
+@pytest.mark.parametrize("hook", ["fp16_compress_hook", "bf16_compress_hook"])
+def test_hooks_equal_torch(hook):
+    import importlib
+
+    def train(ddp, rank):
+        base = "cdist" if isinstance(ddp, cdist.DistributedDataParallel) else "torch.distributed"
+        module = importlib.import_module(f"{base}.algorithms.ddp_comm_hooks.default_hooks")
+        ddp.register_comm_hook(None, getattr(module, hook))
+        return fit(ddp, data(rank, 4))
+
+    compare(train, tolerance=2e-2)
+
+
+def test_join_equals_torch():
+    def train(ddp, rank):
+        with ddp.join():
+            fit(ddp, data(rank, 3 + 2 * rank))
+        return [value.float().cpu().numpy() for value in ddp.state_dict().values()]
+
+    compare(train, norm=False)
+
+
+def test_missing_gradient_is_named_on_every_rank():
+    """K139: the rank that lacks it ends the group with its name: the others' calls raise the same text."""
+
+    def body(rank, world):
+        torch.cuda.set_device(rank)
+        from torch import nn
+
+        torch.manual_seed(0)
+        module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}).cuda()
+        module.forward = lambda x, both: module["a"](x) + (module["b"](x) if both else 0)
+        ddp = cdist.DistributedDataParallel(module, device_ids=[rank])
+        x = torch.ones(2, 4, device="cuda")
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        with pytest.raises((RuntimeError, cdist.DistBackendError)) as caught:
+            for _ in range(3):
+                ddp(x, rank == 0).sum().backward()
+                optimizer.step()
+                torch.cuda.synchronize()
+        return str(caught.value)
+
+    for text in run(
+        body, 2, backend="cpu:gloo,cuda:nccl", check_leftovers=False, timeout=60, group_timeout=30
+    ):
+        assert "'b.weight', 'b.bias'" in text
+        assert "rank 1" in text
