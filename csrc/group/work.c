@@ -186,6 +186,9 @@ cd_status cd_work_wait(cd_work *work, const cd_patience *patience)
 {
     if (!cd_work_is_done(work)) {
         cd_patience mine = *patience;
+        /* No worker ends a message at its deadline. It counts from here, since a receive may be posted long before. */
+        if (work->is_p2p && mine.deadline.at_ns == CD_NEVER.at_ns)
+            mine.deadline = cd_deadline_after_ns(work->timeout_ns);
         cd_status status = wait_done(work, &mine);
         if (status == CD_TIMED_OUT && !cd_work_is_done(work))
             return cd_fail_rank(CD_WAIT_EXPIRED, cd_last_error()->rank, "%s: not complete yet, the operation goes on",

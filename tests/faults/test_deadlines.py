@@ -29,6 +29,8 @@ CALLS = {
     "recv": lambda **kw: cdist.recv(np.ones(4), 1, **kw),
     "send": lambda **kw: cdist.send(np.ones(1 << 20), 1, **kw),
     "wait": lambda timeout: cdist.all_reduce(np.ones(4), async_op=True).wait(timeout),
+    "wait of irecv": lambda **kw: cdist.irecv(np.ones(4), 1).wait(**kw),
+    "wait of isend": lambda **kw: cdist.isend(np.ones(1 << 20), 1).wait(**kw),
     "asynchronous": lambda **kw: cdist.all_reduce(np.ones(4), async_op=True, **kw).wait(),
     "new_group": lambda **kw: cdist.new_group([0, 1], **kw),
 }
