@@ -154,7 +154,7 @@ def run_unit(options, figures, ranks, op):
 
 def tune(options, figures, ranks):
     """Times of both paths of all_reduce around the size where the plan changes from one to the other."""
-    sizes = [1 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10]
+    sizes = [64, 256, 512, 1 << 10, 4 << 10, 16 << 10]
     both = {
         path: run_raw(options.raw, ranks, "all_reduce", sizes, path) for path in ("shm_small", "shm_stage")
     }

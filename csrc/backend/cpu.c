@@ -51,6 +51,7 @@ static const cd_backend_ops ops = {.name = "cpu", .device = CD_CPU, .supports = 
 
 cd_status cd_backend_open_cpu(const cd_backend_env *env, cd_backend **out)
 {
+    CD_TRY(cd_plan_check());
     cpu *self = malloc(sizeof *self);
     if (!self)
         return cd_fail(CD_NO_MEMORY, "no memory for a backend");

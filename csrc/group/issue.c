@@ -171,8 +171,10 @@ cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
 
 bool cd_group_is_quick(cd_group *g, const cd_op *op)
 {
-    if (op->device != CD_CPU || op->kind >= CD_SEND)
+    if (op->device != CD_CPU)
         return false;
+    if (op->kind >= CD_SEND)
+        return cd_record_op_bytes(op) <= CD_MESH_EAGER; /* a copy; who must wait drops the GIL after its spin */
     return g->cpu->ops->is_quick(g->cpu, op);
 }
 

@@ -40,20 +40,17 @@ static size_t blocks_bytes(const cd_blocks *blocks, int world)
 
 cd_status cd_work_create(cd_group *group, const cd_op *op, uint64_t timeout_ns, cd_work **out)
 {
-    cd_work *work = calloc(1, sizeof *work);
+    /* The lists lie behind the work. */
     size_t bytes = blocks_bytes(&op->in, group->size) + blocks_bytes(&op->out, group->size);
-    void *lists = bytes ? malloc(bytes) : 0;
-    if (!work || (bytes && !lists)) {
-        free(work);
-        free(lists);
+    cd_work *work = malloc(sizeof *work + bytes);
+    if (!work)
         return cd_fail(CD_NO_MEMORY, "no memory to queue %s", cd_kind_name(op->kind));
-    }
+    memset(work, 0, offsetof(cd_work, error)); /* which is a kilobyte and read after failures only */
     atomic_init(&work->refs, 1);
     work->group = cd_group_retain(group);
     work->op = *op;
-    work->lists = lists;
-    if (lists)
-        copy_blocks(&work->op.out, group->size, copy_blocks(&work->op.in, group->size, lists));
+    if (bytes)
+        copy_blocks(&work->op.out, group->size, copy_blocks(&work->op.in, group->size, (char *)(work + 1)));
     work->timeout_ns = timeout_ns;
     work->queued_ns = cd_now_ns();
     *out = work;
@@ -74,7 +71,6 @@ static void destroy(cd_work *work)
         work->release_owner(work->owner);
     cd_xfer_clear(&work->xfer);
     free(work->packed);
-    free(work->lists);
     cd_group_release(work->group);
     free(work);
 }

@@ -13,12 +13,10 @@ struct cd_work {
     cd_group *group;
     cd_record *record; /* in the ring, while it still holds `ticket` */
     uint64_t ticket;
-    cd_op op;          /* with its own lists */
-    void *lists;
+    cd_op op;          /* with its own lists, behind this struct */
     uint64_t timeout_ns;
     uint64_t queued_ns, started_ns, done_ns;
     cd_status status;
-    cd_error error;
     cd_event *event;   /* GPU */
     bool joined;       /* a stream waits for it */
     const cd_backend_ops *event_ops;
@@ -27,6 +25,7 @@ struct cd_work {
     void *packed;      /* p2p of a strided span: what travels */
     void *owner;
     void (*release_owner)(void *owner);
+    cd_error error;    /* last: only what is before it is cleared */
 };
 
 cd_status cd_work_create(cd_group *group, const cd_op *op, uint64_t timeout_ns, cd_work **out);

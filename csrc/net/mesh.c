@@ -157,6 +157,7 @@ static void send_to_self(cd_mesh *mesh, cd_xfer *x)
 static void finish_posting(cd_mesh *mesh, cd_xfer *x)
 {
     bool is_running = x->state != CD_XFER_DONE;
+    mesh->visits++;
     if (is_running && x->is_async)
         cd_mesh_start_helper(mesh);
     if (is_running)

@@ -102,6 +102,7 @@ struct cd_mesh {
     size_t async_count;            /* asynchronous transfers under way */
     bool has_rest;                 /* frames of cancelled transfers may be waiting to go out */
     _Atomic int waiters;           /* threads in the slow part of a wait: they drive everything */
+    uint64_t visits;               /* transfers posted and turns made by threads other than the helper */
     char scratch[65536];
 };
 

@@ -219,7 +219,11 @@ bool cd_mesh_test(cd_mesh *mesh, cd_xfer *xfer)
 {
     if (is_done(xfer))
         return true;
-    turn(mesh);
+    if (pthread_mutex_trylock(&mesh->lock) == 0) {
+        mesh->visits++;
+        cd_mesh_progress(mesh);
+        cd_mesh_unlock(mesh);
+    }
     return is_done(xfer);
 }
 
@@ -267,7 +271,7 @@ static void *drive(void *arg)
 {
     cd_mesh *mesh = arg;
     int idle = 0;
-    uint64_t last_ns = cd_now_ns();
+    uint64_t last_ns = cd_now_ns(), visits = 0;
     pthread_mutex_lock(&mesh->lock);
     while (!mesh->stopping) {
         mesh->has_rest = mesh->has_rest && cd_mesh_has_rest(mesh);
@@ -280,8 +284,12 @@ static void *drive(void *arg)
             mesh->helper_sleeps = false;
             continue;
         }
+        /* Who posts one transfer after the other moves them too, and is only held up by a second thread that wants the lock
+         * and a core (64 messages of 4 B each way between 2 ranks on 2 cores: 1.3 instead of 1.1 µs each). */
+        bool is_busy = visits != mesh->visits;
+        visits = mesh->visits;
         pthread_mutex_unlock(&mesh->lock);
-        if (!has_work || atomic_load_explicit(&mesh->waiters, memory_order_relaxed) > 0)
+        if (!has_work || is_busy || atomic_load_explicit(&mesh->waiters, memory_order_relaxed) > 0)
             cd_sleep_ns(NAP_HELPER_NS);
         else if (turn(mesh))
             idle = 0;
