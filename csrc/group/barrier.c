@@ -15,6 +15,7 @@ typedef struct {
     cd_xfer *xfers; /* [size] */
     uint8_t *arrived, *missing; /* [size] */
     uint64_t limit_ns;          /* how long the caller is willing to wait */
+    cd_error lost;              /* code CD_OK: nobody died or left */
 } roll_call;
 
 static cd_patience patience_of(const cd_group *g, const cd_patience *patience)
@@ -39,6 +40,8 @@ static cd_status hear_roll_call(roll_call *call, bool wait_all, const cd_patienc
         if (late && wait_all)
             own.deadline = (cd_deadline){0}; /* the time is up: only look who has come */
         status = cd_mesh_wait(mesh, &xfer, 1, &own);
+        if (status == CD_PEER_LOST && call->lost.code == CD_OK)
+            call->lost = *cd_last_error();
         call->missing[r] = status != CD_OK && !(late && !wait_all);
         late = late || status != CD_OK;
     }
@@ -131,14 +134,25 @@ cd_status cd_group_monitored_barrier(cd_group *g, bool wait_all, const cd_patien
         call.match = (cd_match){g->context ^ 2, (int64_t)atomic_fetch_add_explicit(&g->roll_calls, 1, memory_order_relaxed)};
         if (g->rank == 0) {
             status = hear_roll_call(&call, wait_all, patience);
-            if (status == CD_OK)
+            /* Of a loss all learn by the group's cause. */
+            if (status == CD_OK && call.lost.code == CD_OK)
                 tell_verdict(&call);
         } else {
             status = answer_roll_call(&call, patience);
         }
     }
-    if (status == CD_OK)
+    if (status == CD_OK && call.lost.code != CD_OK) {
+        status = cd_fail_with(&call.lost);
+        if (missing)
+            missing[call.lost.rank] = 1;
+    } else if (status == CD_OK) {
         status = judge(&call, missing);
+    }
+    /* Who died or left ends the group, here as in any other call. */
+    if (status == CD_PEER_LOST || status == CD_ABORTED) {
+        const cd_op op = {.kind = CD_BARRIER, .dtype = CD_BYTES, .root = -1, .sequence = g->sequence};
+        status = cd_group_settle(g, &op, status);
+    }
     free(call.xfers);
     free(call.arrived);
     return status;

@@ -4,7 +4,7 @@
  *   rank 0, when all are there:                 TABLE of all members →
  *   ranks of one host share memory:             ← ATTACHED
  *   rank 0 now knows who shares a host:         HOSTS →
- *   pairs on different hosts connect:           ← READY
+ *   pairs on different hosts connect, and each rank with the deputy (connect.c):    ← READY
  *   rank 0, when all are ready:                 GO →
  *
  * An address in the store may be of an earlier process: a nonce in every hello tells, and the reader tries again until the
@@ -15,7 +15,6 @@
 #include "group/greeter.h"
 #include "group/group_impl.h"
 #include "net/addr.h"
-#include "net/link.h"
 #include "net/sock.h"
 
 #include <errno.h>
@@ -100,15 +99,24 @@ static void check_hello(meeting *m, const cd_member *guest, cd_error *why)
     }
 }
 
-static void drop_departed(meeting *m)
+/* Forgets ranks that gave up: they said so and may come again. Returns a rank whose process ended instead, −1: none. */
+static int drop_departed(meeting *m)
 {
     cd_world *w = m->world;
-    for (int r = 1; r < w->world; r++)
-        if (w->controls[r] >= 0 && cd_control_is_closed(w->controls[r])) {
-            close(w->controls[r]);
-            w->controls[r] = -1;
-            m->joined--;
-        }
+    int died = -1;
+    for (int r = 1; r < w->world; r++) {
+        char probe;
+        if (w->controls[r] < 0)
+            continue;
+        ssize_t got = recv(w->controls[r], &probe, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (got < 0 && (errno == EAGAIN || errno == EINTR))
+            continue;
+        died = got > 0 || died >= 0 ? died : r;
+        close(w->controls[r]);
+        w->controls[r] = -1;
+        m->joined--;
+    }
+    return died;
 }
 
 static void admit(void *ctx, int socket, cd_control_kind kind, const cd_hello *hello)
@@ -121,7 +129,7 @@ static void admit(void *ctx, int socket, cd_control_kind kind, const cd_hello *h
         close(socket);
         return;
     }
-    drop_departed(m);
+    (void)drop_departed(m); /* who comes in place of a dead process may be it */
     cd_error why = {.code = CD_OK};
     check_hello(m, &hello->me, &why);
     if (why.code != CD_OK) {
@@ -136,6 +144,7 @@ static void admit(void *ctx, int socket, cd_control_kind kind, const cd_hello *h
         close(socket);
         return;
     }
+    cd_sock_set_patience(socket, CD_CONTROL_PATIENCE_MS);
     w->controls[hello->me.rank] = socket;
     w->members[hello->me.rank] = hello->me;
     m->joined++;
@@ -184,6 +193,13 @@ static cd_status name_missing(meeting *m)
                         cd_addr_is_loopback(m->me.address) ? ", which no other host reaches (see CDIST_SOCKET_IFNAME)" : "");
 }
 
+static cd_status name_dead(meeting *m, int rank)
+{
+    const cd_member *member = &m->world->members[rank];
+    return cd_fail_rank(CD_PEER_LOST, rank, "rank %d was lost before all ranks had come: its process (pid %u on %s) ended", rank,
+                        member->process, member->host_name);
+}
+
 static cd_status gather_members(meeting *m, cd_greeter *greeter)
 {
     cd_world *w = m->world;
@@ -199,7 +215,9 @@ static cd_status gather_members(meeting *m, cd_greeter *greeter)
             continue;
         }
         if (cd_now_ns() >= next_check) {
-            drop_departed(m);
+            int died = drop_departed(m);
+            if (died >= 0)
+                return name_dead(m, died);
             CD_TRY(check_claim(m));
             next_check = cd_now_ns() + CLAIM_CHECK_NS;
         }
@@ -286,6 +304,7 @@ static cd_status dial_rank_0(meeting *m, const cd_member *zero)
             status = cd_fail_rank(CD_REFUSED, 0, "who answers at rank 0's address does not know the job secret");
     }
     if (status == CD_OK) {
+        cd_sock_set_patience(socket, CD_CONTROL_PATIENCE_MS);
         w->controls[0] = socket;
         memcpy(m->nonce_0, zero->nonce, CD_MEMBER_NONCE_BYTES);
         return CD_OK;
@@ -420,62 +439,6 @@ static cd_status agree_on_hosts(meeting *m)
     return CD_OK;
 }
 
-static cd_status dial_link(meeting *m, int peer)
-{
-    cd_world *w = m->world;
-    const cd_member *member = &w->members[peer];
-    int socket;
-    cd_status status = cd_sock_connect_once(member->address, member->port, m->patience, &socket);
-    if (status != CD_OK)
-        return cd_fail_prefix("no data connection to rank %d at %s port %u: ", peer, member->address, member->port);
-    cd_hello hello = {.me = m->me};
-    memcpy(hello.target, member->nonce, CD_MEMBER_NONCE_BYTES);
-    cd_hello_sign(&hello, cd_world_secret(w));
-    uint8_t proof[CD_MEMBER_PROOF_BYTES], expected[CD_MEMBER_PROOF_BYTES];
-    status = cd_control_send(socket, CD_CONTROL_DATA, &hello, sizeof hello, m->patience);
-    if (status == CD_OK)
-        status = cd_control_expect(socket, CD_CONTROL_WELCOME, proof, sizeof proof, m->patience);
-    if (status == CD_OK && w->has_secret) {
-        cd_answer_proof(&hello, w->secret, expected);
-        if (!cd_proof_equal(proof, expected))
-            status = cd_fail_rank(CD_REFUSED, peer, "who answers at the address of rank %d does not know the job secret", peer);
-    }
-    cd_pipe *pipe = 0;
-    if (status == CD_OK)
-        status = cd_link_open(socket, peer, &pipe);
-    if (status != CD_OK) {
-        close(socket);
-        return cd_fail_prefix("data connection to rank %d: ", peer);
-    }
-    cd_mesh_attach(w->mesh, pipe);
-    return CD_OK;
-}
-
-/* Higher ranks dial lower ones; the monitor takes the calls. */
-static cd_status connect_links(meeting *m)
-{
-    cd_world *w = m->world;
-    uint64_t awaited = 0;
-    for (int peer = 0; peer < w->world; peer++) {
-        if (peer == w->rank)
-            continue;
-        if (w->host_of[peer] == w->host_of[w->rank]) {
-            cd_pipe *pipe;
-            CD_TRY(cd_channel_open(w->host.channels, w->locals, w->local, w->local_of[peer], peer, &pipe));
-            cd_mesh_attach(w->mesh, pipe);
-        } else if (peer < w->rank) {
-            CD_TRY(dial_link(m, peer));
-        } else {
-            awaited++;
-        }
-    }
-    cd_status status = cd_wait_at_least(&w->links, awaited, -1, m->patience);
-    if (status == CD_TIMED_OUT)
-        return cd_fail(CD_TIMED_OUT, "only %llu of %llu data connections came in time",
-                       (unsigned long long)atomic_load_explicit(&w->links, memory_order_relaxed), (unsigned long long)awaited);
-    return status;
-}
-
 static cd_status exchange_table(meeting *m)
 {
     cd_world *w = m->world;
@@ -528,7 +491,7 @@ static cd_status connect_all(meeting *m)
     CD_TRY(cd_mesh_create(w->rank, w->world, &w->mesh));
     CD_TRY(cd_monitor_start(w));
     CD_TRY(agree_on_hosts(m));
-    CD_TRY(connect_links(m));
+    CD_TRY(cd_world_connect(w, &m->me, m->patience));
     uint8_t ready = 1;
     if (w->rank == 0) {
         uint8_t *answers = calloc((size_t)w->world, 1);
@@ -564,6 +527,12 @@ cd_status cd_world_bootstrap(cd_world *w, const cd_world_config *config, const c
             cd_fail_rank(CD_PEER_LOST, 0, "rank 0 was interrupted while the ranks were connecting");
         cd_error told = *cd_last_error();
         refuse_all(m, &told);
+        cd_fail_with(&why);
+    }
+    if (status != CD_OK && w->rank != 0 && w->controls[0] >= 0) {
+        cd_error why = *cd_last_error();
+        cd_patience brief = cd_patience_until(cd_deadline_after_ns(20 * CD_NS_PER_MS), 1);
+        (void)cd_control_send(w->controls[0], CD_CONTROL_BYE, 0, 0, &brief);
         cd_fail_with(&why);
     }
     free(m);

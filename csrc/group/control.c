@@ -65,6 +65,8 @@ cd_status cd_control_expect(int socket, cd_control_kind kind, void *body, size_t
     CD_TRY(cd_control_recv_head(socket, &head, patience));
     if (head.kind == CD_CONTROL_REFUSED && head.bytes == sizeof(cd_error))
         return cd_control_recv_refusal(socket, patience);
+    if (head.kind == CD_CONTROL_BYE && head.bytes == 0)
+        return cd_fail(CD_PEER_LOST, "the other end gave up");
     if (head.kind != kind || head.bytes != bytes)
         return cd_fail(CD_PROTOCOL, "control connection: frame %d of %llu bytes instead of %d of %zu", head.kind,
                        (unsigned long long)head.bytes, (int)kind, bytes);

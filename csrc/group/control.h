@@ -1,4 +1,5 @@
-/* Frames on the control connections: every rank has one to rank 0, which passes on what concerns all. Private to group/. */
+/* Frames on the control connections: every rank has one to rank 0 and, where there are several hosts, one to the deputy
+ * (connect.c); these two pass on what concerns all. Private to group/. */
 #ifndef CD_GROUP_CONTROL_H
 #define CD_GROUP_CONTROL_H
 
@@ -22,10 +23,13 @@ typedef enum {
     CD_CONTROL_READY,     /* rank → rank 0: connected to all others */
     CD_CONTROL_GO,        /* rank 0 → all */
     CD_CONTROL_LOST,      /* a rank is lost: cd_notice */
-    CD_CONTROL_BYE,       /* a rank left in good order: cd_notice with the default group's context, its last sequence as text */
+    CD_CONTROL_BYE,       /* a rank left in good order: cd_notice with the default group's context, its last sequence as text;
+                             without body in bootstrap: this rank gives up, and may come again */
     CD_CONTROL_ABORT,     /* a group was aborted: cd_notice with its context */
-    CD_CONTROL_WAITING,   /* a rank waits for others: cd_notice with the group's context, the sequence as text */
-    CD_CONTROL_STALE      /* answer to a hello that was meant for an earlier process: read the address again */
+    CD_CONTROL_WAITING,   /* a rank waits: cd_notice with the group's context, as text the sequence, or "0 R" for a message
+                             with rank R */
+    CD_CONTROL_STALE,     /* answer to a hello that was meant for an earlier process: read the address again */
+    CD_CONTROL_SECOND     /* rank → deputy: cd_hello; the connection becomes a control connection */
 } cd_control_kind;
 
 typedef struct {
@@ -35,6 +39,10 @@ typedef struct {
     uint64_t bytes; /* of the body */
 } cd_control_head;
 _Static_assert(sizeof(cd_control_head) == 16, "crosses processes");
+
+/* A lost host is noticed here before it is on the data connections (15 s), so that the text that names all its ranks comes
+ * first. */
+#define CD_CONTROL_PATIENCE_MS 12000u
 
 /* One rank of the world, as all others know it. */
 typedef struct {

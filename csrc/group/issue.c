@@ -105,8 +105,11 @@ static void add_missing(const cd_watch *watch)
 {
     cd_error error = *cd_last_error();
     char text[640];
-    cd_watch_describe(watch, error.rank, text, sizeof text);
-    cd_fail_rank(error.code, error.rank, "%s; %s", error.text, text);
+    int behind = cd_watch_first_missing(watch, error.rank);
+    if (behind != error.rank)
+        snprintf(error.text, sizeof error.text, "rank %d is behind: it did not come or go on before the deadline", behind);
+    cd_watch_describe(watch, behind, text, sizeof text);
+    cd_fail_rank(error.code, behind, "%s; %s", error.text, text);
 }
 
 cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience, cd_record *record, uint64_t ticket)

@@ -1,11 +1,12 @@
 /* The monitor: one thread of a world that sleeps in poll(2) and
  *   - hands out shared memory and accepts data connections,
  *   - hears on the control connections and on process descriptors who left or died, and tells all groups,
- *   - on rank 0 passes notices on to the others.
+ *   - on rank 0 and on the deputy passes notices on to the others.
  * It never waits for a peer and holds no Python state. */
 #include "base/log.h"
 #include "group/group_impl.h"
 #include "net/link.h"
+#include "net/sock.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -21,6 +22,7 @@
 /* A frame that is coming in on one control connection. After bootstrap every body is a notice. */
 typedef struct {
     size_t got;
+    int error; /* errno that ended the connection; 0: the other end closed it */
     cd_control_head head;
     cd_notice notice;
 } reader;
@@ -45,15 +47,73 @@ static bool left_by_word(const cd_world *w, int rank)
 
 /* A process that dies closes its sockets a moment before its end is told. */
 #define DYING_MS 20
+/* How long a rank whose connection to a living rank 0 was cut leaves it to that one to say whose connection it is. */
+#define HUB_SAYS_MS 50
 
-static const char *how_it_went(const struct cd_monitor *m, int rank, bool ended)
+/* The process of `rank` lives and our connection to it is cut, as are all our others: it is this rank that is cut off. */
+static bool cut_off(const struct cd_monitor *m, int rank)
 {
+    const cd_world *w = m->world;
+    int others = 0;
+    for (int r = 0; r < w->world; r++) {
+        if (r == rank || w->controls[r] < 0)
+            continue;
+        if (m->expected[r] || !cd_control_is_closed(w->controls[r]))
+            return false;
+        others++;
+    }
+    return others > 0;
+}
+
+static void leave_it_to_rank_0(const cd_world *w)
+{
+    for (int waited_ms = 0; waited_ms < HUB_SAYS_MS; waited_ms += 5) {
+        if (atomic_load_explicit(&w->group->cause->state, memory_order_acquire) != CD_CAUSE_NONE)
+            return;
+        cd_sleep_ns(5 * CD_NS_PER_MS);
+    }
+}
+
+/* "[2, 3]": who runs on the host of this rank. */
+static const char *ranks_beside(const cd_world *w, int rank, char *out, size_t bytes)
+{
+    size_t used = 0;
+    for (int r = 0; r < w->world && used + 16 < bytes; r++)
+        if (w->host_of[r] == w->host_of[rank])
+            used += (size_t)snprintf(out + used, bytes - used, "%s%d", used ? ", " : "[", r);
+    snprintf(out + used, bytes - used, "]");
+    return out;
+}
+
+/* Fills why; its rank is the one at fault, which may be this one. */
+static void explain_loss(const struct cd_monitor *m, int rank, bool ended, cd_error *why)
+{
+    const cd_world *w = m->world;
+    const cd_member *member = &w->members[rank];
     struct pollfd process = {.fd = m->process_fds[rank], .events = POLLIN};
-    if (!ended && process.fd < 0)
-        return "died without leaving the group, or the network to it was cut";
-    if (!ended && poll(&process, 1, DYING_MS) == 0)
-        return "lives, but the control connection to it was cut";
-    return "ended without leaving the group";
+    int error = m->readers[rank].error;
+    char beside[256], how[400];
+    if (ended)
+        snprintf(how, sizeof how, "ended without leaving the group");
+    else if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH)
+        snprintf(how, sizeof how, "does not answer: its host is lost or the network to it is cut, ranks %s run there",
+                 ranks_beside(w, rank, beside, sizeof beside));
+    else if (process.fd < 0)
+        snprintf(how, sizeof how, "died without leaving the group, or the network to it was cut");
+    else if (poll(&process, 1, DYING_MS) != 0)
+        snprintf(how, sizeof how, "ended without leaving the group");
+    else if (cut_off(m, rank)) {
+        why->rank = w->rank;
+        snprintf(why->text, sizeof why->text, "rank %d was lost: its process (pid %u on %s) lives, but all its control "
+                 "connections were cut", w->rank, w->members[w->rank].process, w->members[w->rank].host_name);
+        return;
+    } else
+        snprintf(how, sizeof how, "lives, but the control connection to it was cut");
+    snprintf(why->text, sizeof why->text, "rank %d was lost: its process (pid %u on %s) %s", rank, member->process,
+             member->host_name, how);
+    /* Its word comes by shared memory, not by what was cut. */
+    if (rank == 0 && !ended && w->host_of[0] == w->host_of[w->rank] && process.fd >= 0 && poll(&process, 1, 0) == 0)
+        leave_it_to_rank_0(w);
 }
 
 static void departed(struct cd_monitor *m, int rank, bool ended)
@@ -68,21 +128,35 @@ static void departed(struct cd_monitor *m, int rank, bool ended)
         cd_world_tell(w, CD_CONTROL_BYE, &notice, rank);
         return;
     }
-    const cd_member *member = &w->members[rank];
     cd_error why = {.code = CD_PEER_LOST, .rank = rank};
-    snprintf(why.text, sizeof why.text, "rank %d was lost: its process (pid %u on %s) %s", rank, member->process,
-             member->host_name, how_it_went(m, rank, ended));
+    explain_loss(m, rank, ended, &why);
+    notice.rank = why.rank;
     notice.code = (int32_t)why.code;
     memcpy(notice.text, why.text, sizeof notice.text);
-    cd_world_peer_lost(w, rank, &why);
+    if (why.rank == w->rank) {
+        cd_log(CD_LOG_INFO, "%s", why.text);
+        cd_groups_peer_gone(w, w->rank, &why);
+    } else {
+        cd_world_peer_lost(w, rank, &why);
+    }
     cd_world_tell(w, CD_CONTROL_LOST, &notice, rank);
 }
 
 /* How far a rank came in a group. */
 static void note_progress(cd_world *w, const cd_notice *notice)
 {
-    atomic_store_explicit(&w->waiting[notice->rank].context, notice->context, memory_order_relaxed);
-    atomic_store_explicit(&w->waiting[notice->rank].sequence, strtoull(notice->text, 0, 10), memory_order_relaxed);
+    cd_waiting *told = &w->waiting[notice->rank];
+    char *rest;
+    uint64_t sequence = strtoull(notice->text, &rest, 10);
+    if (*rest == ' ') {
+        long peer = strtol(rest, 0, 10);
+        atomic_store_explicit(&told->message_peer, peer >= 0 && peer < w->world ? (int)peer : -1, memory_order_relaxed);
+        /* Release: who sees the time sees the peer. */
+        atomic_store_explicit(&told->message_ns, cd_now_ns(), memory_order_release);
+        return;
+    }
+    atomic_store_explicit(&told->context, notice->context, memory_order_relaxed);
+    atomic_store_explicit(&told->sequence, sequence, memory_order_relaxed);
 }
 
 static void hear_notice(struct cd_monitor *m, int from, cd_control_kind kind, cd_notice *notice)
@@ -108,7 +182,8 @@ static void hear_notice(struct cd_monitor *m, int from, cd_control_kind kind, cd
     case CD_CONTROL_ABORT: cd_groups_abort_context(w, notice->context, &why); break;
     default: cd_log(CD_LOG_WARN, "rank %d: control frame %d from rank %d is not known", w->rank, (int)kind, from); return;
     }
-    if (w->rank == 0)
+    /* What comes from the other of the two that pass on has been told to all by it. */
+    if (cd_world_is_hub(w, w->rank) && !cd_world_is_hub(w, from))
         cd_world_tell(w, kind, notice, from);
 }
 
@@ -121,8 +196,10 @@ static bool read_control(struct cd_monitor *m, int from)
         char *to = in_head ? (char *)&r->head + r->got : (char *)&r->notice + (r->got - sizeof r->head);
         size_t room = in_head ? sizeof r->head - r->got : sizeof r->head + sizeof r->notice - r->got;
         ssize_t got = recv(m->world->controls[from], to, room, MSG_DONTWAIT);
-        if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR))
+        if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) {
+            r->error = got ? errno : 0;
             return true;
+        }
         if (got < 0)
             return false;
         r->got += (size_t)got;
@@ -169,6 +246,20 @@ static void take_link(struct cd_monitor *m, int socket, const cd_hello *hello)
     atomic_fetch_add_explicit(&w->links, 1, memory_order_release);
 }
 
+static void take_second(struct cd_monitor *m, int socket, const cd_hello *hello)
+{
+    cd_world *w = m->world;
+    uint8_t proof[CD_MEMBER_PROOF_BYTES];
+    cd_answer_proof(hello, cd_world_secret(w), proof);
+    answer(socket, CD_CONTROL_WELCOME, proof, sizeof proof);
+    cd_sock_set_patience(socket, CD_CONTROL_PATIENCE_MS);
+    pthread_mutex_lock(&w->control_lock);
+    w->controls[hello->me.rank] = socket;
+    pthread_mutex_unlock(&w->control_lock);
+    /* Release: who sees the count sees the connection. */
+    atomic_fetch_add_explicit(&w->links, 1, memory_order_release);
+}
+
 static void greeted(void *ctx, int socket, cd_control_kind kind, const cd_hello *hello)
 {
     struct cd_monitor *m = ctx;
@@ -176,9 +267,14 @@ static void greeted(void *ctx, int socket, cd_control_kind kind, const cd_hello 
     int peer = hello->me.rank;
     bool known = peer >= 0 && peer < w->world && peer != w->rank && hello->me.world == w->world;
     bool for_me = memcmp(hello->target, w->members[w->rank].nonce, CD_MEMBER_NONCE_BYTES) == 0;
-    if (kind == CD_CONTROL_DATA && known && for_me &&
-        memcmp(hello->me.nonce, w->members[peer].nonce, CD_MEMBER_NONCE_BYTES) == 0) {
+    bool genuine = known && for_me && memcmp(hello->me.nonce, w->members[peer].nonce, CD_MEMBER_NONCE_BYTES) == 0;
+    if (kind == CD_CONTROL_DATA && genuine) {
         take_link(m, socket, hello);
+        return;
+    }
+    if (kind == CD_CONTROL_SECOND && genuine && w->controls[peer] < 0 &&
+        !atomic_load_explicit(&w->controls_live, memory_order_acquire)) {
+        take_second(m, socket, hello);
         return;
     }
     /* One that is ahead of us: it left, and meets the others anew. */
@@ -229,14 +325,9 @@ static int poll_set(struct cd_monitor *m, int *first_control, int *first_process
 static void watch_processes(struct cd_monitor *m)
 {
     cd_world *w = m->world;
-    const cd_member *me = &w->members[w->rank];
-    for (int r = 0; r < w->world; r++) {
-        const cd_member *other = &w->members[r];
-        bool visible = r != w->rank && w->host_of[r] == w->host_of[w->rank] && other->pid_namespace == me->pid_namespace &&
-                       other->process != me->process;
-        if (visible)
-            m->process_fds[r] = (int)syscall(SYS_pidfd_open, (pid_t)other->process, 0);
-    }
+    for (int r = 0; r < w->world; r++)
+        if (r != w->rank && cd_world_sees_process(w, r))
+            m->process_fds[r] = (int)syscall(SYS_pidfd_open, (pid_t)w->members[r].process, 0);
 }
 
 static void serve(struct cd_monitor *m, int first_control, int first_process)

@@ -91,10 +91,10 @@ static cd_status soften(cd_group *g, const cd_op *op, cd_status status, const cd
                    op->kind == CD_SEND ? "to" : "from", op->peer < 0 ? -1 : (int)g->world_ranks[op->peer], (long long)op->tag);
     if (status != CD_TIMED_OUT)
         return status;
-    char text[CD_ERROR_TEXT_BYTES], late[480] = "";
+    char text[CD_ERROR_TEXT_BYTES], late[640] = "";
     memcpy(text, cd_last_error()->text, sizeof text);
     if (watch)
-        cd_watch_describe(watch, peer, late, sizeof late);
+        peer = cd_watch_blame(watch, peer, late, sizeof late);
     return cd_fail_rank(CD_WAIT_EXPIRED, peer,
                         "%s%s%s; a large send waits for its recv: when two ranks send to each other first, use isend or "
                         "batch_isend_irecv", text, late[0] ? "; " : "", late);

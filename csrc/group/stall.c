@@ -24,12 +24,10 @@ cd_record_page *cd_world_page(const cd_world *w, int rank)
 /* State T in /proc: stopped by a signal. Only where process ids mean the same. */
 static bool is_stopped(const cd_world *w, int rank)
 {
-    const cd_member *me = &w->members[w->rank], *other = &w->members[rank];
-    if (w->world == 1 || other->pid_namespace != me->pid_namespace || other->process == me->process ||
-        memcmp(other->boot_id, me->boot_id, sizeof me->boot_id) != 0)
+    if (!cd_world_sees_process(w, rank))
         return false;
     char path[48], text[512];
-    snprintf(path, sizeof path, "/proc/%u/stat", other->process);
+    snprintf(path, sizeof path, "/proc/%u/stat", w->members[rank].process);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return false;
@@ -88,6 +86,11 @@ void cd_world_generation(const cd_world *w, char out[33])
 int cd_world_is_gone(const cd_world *w, int rank)
 {
     return rank < 0 || rank >= w->world || atomic_load_explicit(&w->gone[rank], memory_order_acquire) != 0;
+}
+
+int cd_world_first_gone(const cd_world *w)
+{
+    return atomic_load_explicit(&w->first_gone, memory_order_relaxed);
 }
 
 static bool has_arrived(const cd_group *g, int rank, uint64_t sequence)
@@ -187,11 +190,87 @@ const char *cd_watch_describe(const cd_watch *watch, int suspect, char *out, siz
     return out;
 }
 
+/* The rank with which `rank` itself waits to move a message; −1: with none, or not known. `since_ns`: what was told before
+ * then may be over. */
+static int waits_for(const cd_world *w, int rank, uint64_t since_ns)
+{
+    const cd_record_page *page = cd_world_page(w, rank);
+    cd_record_view newest[8];
+    if (!page)
+        return atomic_load_explicit(&w->waiting[rank].message_ns, memory_order_acquire) < since_ns
+                   ? -1 : atomic_load_explicit(&w->waiting[rank].message_peer, memory_order_relaxed);
+    int count = cd_record_read(page, newest, 8), sent_to = -1;
+    /* What runs, or what failed while we waited; what was done before that is of another moment. */
+    for (int i = 0; i < count; i++) {
+        const cd_record_view *r = &newest[i];
+        bool is_over = r->state != CD_RECORD_RUNNING && !(r->state == CD_RECORD_FAILED && r->done_ns >= since_ns);
+        if (is_over && (r->kind == CD_SEND || r->kind == CD_RECV))
+            continue; /* messages end out of order */
+        if (is_over)
+            break;
+        if (r->kind == CD_RECV)
+            return r->peer;
+        if (r->kind == CD_SEND && sent_to < 0)
+            sent_to = r->peer;
+    }
+    return sent_to;
+}
+
+int cd_watch_find_cause(const cd_watch *watch, char *out, size_t bytes)
+{
+    const cd_world *w = watch->group->world;
+    int at = watch->peer;
+    size_t used = 0;
+    out[0] = 0;
+    for (int steps = 0; at >= 0 && steps < w->world && !is_stopped(w, at); steps++) {
+        int next = waits_for(w, at, watch->started_ns);
+        if (next < 0 || next == at)
+            break;
+        char part[64];
+        snprintf(part, sizeof part, "%srank %d itself waits for rank %d", steps ? ", " : "", at, next);
+        used = append(out, bytes, used, part);
+        if (next == w->rank) {
+            append(out, bytes, used, ": a cycle");
+            return watch->peer;
+        }
+        at = next;
+    }
+    return at;
+}
+
+int cd_watch_blame(const cd_watch *watch, int suspect, char *out, size_t bytes)
+{
+    int rank = watch->peer >= 0 ? cd_watch_find_cause(watch, out, bytes / 2) : suspect;
+    size_t used = watch->peer >= 0 ? strlen(out) : 0;
+    if (used)
+        used = append(out, bytes, used, "; ");
+    cd_watch_describe(watch, rank, out + used, bytes - used);
+    return rank;
+}
+
+int cd_watch_first_missing(const cd_watch *watch, int suspect)
+{
+    const cd_group *g = watch->group;
+    int missing = -1;
+    for (int i = 0; i < g->size; i++) {
+        int rank = g->world_ranks[i];
+        if (is_stopped(g->world, rank))
+            return rank;
+        if (missing < 0 && !has_arrived(g, rank, watch->op->sequence))
+            missing = rank;
+    }
+    bool innocent = suspect < 0 || has_arrived(g, suspect, watch->op->sequence);
+    return innocent && missing >= 0 ? missing : suspect;
+}
+
 static void tell(const cd_watch *watch)
 {
     const cd_group *g = watch->group;
     cd_notice notice = {.context = g->context, .rank = g->world->rank};
-    snprintf(notice.text, sizeof notice.text, "%llu", (unsigned long long)watch->op->sequence);
+    if (watch->peer == -1)
+        snprintf(notice.text, sizeof notice.text, "%llu", (unsigned long long)watch->op->sequence);
+    else
+        snprintf(notice.text, sizeof notice.text, "0 %d", watch->peer);
     cd_world_tell(g->world, CD_CONTROL_WAITING, &notice, -1);
 }
 
@@ -217,7 +296,7 @@ static cd_status watch_idle(void *ctx)
     else if (watch->peer == -1)
         CD_TRY(refuse_departed(watch));
     uint64_t waited = now - watch->started_ns;
-    if (!watch->told && g->spans_hosts && watch->peer == -1) {
+    if (!watch->told && g->spans_hosts && watch->peer >= -1) {
         uint64_t all = watch->deadline.at_ns > watch->started_ns ? watch->deadline.at_ns - watch->started_ns : 0;
         watch->told = waited >= TELL_NS || waited >= all / 2;
         if (watch->told)

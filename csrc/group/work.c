@@ -1,7 +1,9 @@
+#include "group/stall.h"
 #include "group/work_impl.h"
 
 #include "base/host.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -153,6 +155,28 @@ cd_status cd_work_status(cd_work *work)
     return cd_fail_with(&work->error);
 }
 
+static cd_status wait_message(cd_work *work, cd_patience *patience)
+{
+    cd_group *g = work->group;
+    cd_xfer *xfer = &work->xfer;
+    cd_watch watch;
+    patience->cause = g->cause;
+    patience->gone = g->world->gone;
+    /* Nobody else watches over a message: who sets no limit to the wait gets the one it was issued with. */
+    if (patience->deadline.at_ns == UINT64_MAX)
+        patience->deadline = cd_deadline_after_ns(work->timeout_ns);
+    cd_watch_begin(&watch, g, &work->op, work->op.peer < 0 ? -2 : g->world_ranks[work->op.peer], patience);
+    cd_status status = cd_mesh_wait(g->world->mesh, &xfer, 1, patience);
+    cd_watch_end(&watch, patience);
+    if (atomic_load_explicit(&xfer->done, memory_order_acquire) && cd_p2p_finish(work))
+        return CD_OK;
+    if (status != CD_TIMED_OUT)
+        return status;
+    char late[640];
+    int rank = cd_watch_blame(&watch, cd_last_error()->rank, late, sizeof late);
+    return cd_fail_rank(CD_TIMED_OUT, rank, "%s", late);
+}
+
 static cd_status wait_done(cd_work *work, cd_patience *patience)
 {
     if (work->event) {
@@ -161,21 +185,23 @@ static cd_status wait_done(cd_work *work, cd_patience *patience)
             poll_event(work);
         return status;
     }
-    if (work->is_p2p) {
-        cd_xfer *xfer = &work->xfer;
-        patience->cause = work->group->cause;
-        patience->gone = work->group->world->gone;
-        cd_status status = cd_mesh_wait(work->group->world->mesh, &xfer, 1, patience);
-        if (atomic_load_explicit(&xfer->done, memory_order_acquire) && cd_p2p_finish(work))
-            return CD_OK;
-        return status;
-    }
+    if (work->is_p2p)
+        return wait_message(work, patience);
     /* Each rank has a worker that needs the core more than we do, who only wait for it: where cores are fewer than both, sleep
      * at once. */
     patience->bell = &work->bell;
     if (2 * cd_world_local_size(work->group->world) > cd_host_cores())
         patience->spin = patience->yields = 0;
     return cd_wait_at_least(&work->done, 1, -1, patience);
+}
+
+static cd_status explain_expired(const cd_work *work)
+{
+    char late[640] = "";
+    if (work->is_p2p)
+        snprintf(late, sizeof late, "; %.600s", cd_last_error()->text);
+    return cd_fail_rank(CD_WAIT_EXPIRED, cd_last_error()->rank, "%s: not complete yet, the operation goes on%s",
+                        cd_kind_name(work->op.kind), late);
 }
 
 cd_status cd_work_wait(cd_work *work, const cd_patience *patience)
@@ -187,8 +213,7 @@ cd_status cd_work_wait(cd_work *work, const cd_patience *patience)
             mine.deadline = cd_deadline_after_ns(work->timeout_ns);
         cd_status status = wait_done(work, &mine);
         if (status == CD_TIMED_OUT && !cd_work_is_done(work))
-            return cd_fail_rank(CD_WAIT_EXPIRED, cd_last_error()->rank, "%s: not complete yet, the operation goes on",
-                                cd_kind_name(work->op.kind));
+            return explain_expired(work);
         if (status != CD_OK && !cd_work_is_done(work))
             return status;
     }

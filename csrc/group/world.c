@@ -104,6 +104,8 @@ static cd_status prepare(cd_world *w, const cd_world_config *c, cd_store *store)
     w->timeout_ns = c->timeout_ns;
     w->force_tcp = c->force_tcp || strcmp(cd_knob("CDIST_TRANSPORT"), "tcp") == 0;
     w->data_listener = -1;
+    w->deputy = -1;
+    atomic_init(&w->first_gone, -1);
     w->segment.fd = -1;
     snprintf(w->prefix, sizeof w->prefix, "%s", c->prefix);
     w->has_secret = c->secret != 0;
@@ -173,6 +175,18 @@ cd_status cd_world_open(const cd_world_config *config, cd_store *store, const cd
     return CD_OK;
 }
 
+bool cd_world_sees_process(const cd_world *w, int rank)
+{
+    const cd_member *me = &w->members[w->rank], *other = &w->members[rank];
+    return w->world > 1 && other->process != me->process && other->pid_namespace == me->pid_namespace &&
+           other->net_namespace == me->net_namespace && memcmp(other->boot_id, me->boot_id, sizeof me->boot_id) == 0;
+}
+
+bool cd_world_is_hub(const cd_world *w, int rank)
+{
+    return rank == 0 || rank == w->deputy;
+}
+
 void cd_world_tell(cd_world *w, cd_control_kind kind, const cd_notice *notice, int skip)
 {
     if (!w->controls || w->world == 1)
@@ -186,12 +200,21 @@ void cd_world_tell(cd_world *w, cd_control_kind kind, const cd_notice *notice, i
     pthread_mutex_unlock(&w->control_lock);
 }
 
+static void note_first(cd_world *w, int rank)
+{
+    int none = -1;
+    atomic_compare_exchange_strong_explicit(&w->first_gone, &none, rank, memory_order_relaxed, memory_order_relaxed);
+}
+
 void cd_world_peer_lost(cd_world *w, int rank, const cd_error *why)
 {
-    if (rank == w->rank || atomic_exchange_explicit(&w->gone[rank], 1, memory_order_acq_rel))
+    if (rank == w->rank || atomic_load_explicit(&w->gone[rank], memory_order_acquire))
         return;
+    note_first(w, rank);
     cd_log(CD_LOG_INFO, "rank %d: %s", w->rank, why->text);
+    /* The cause before the sign: who sees that the rank is gone finds why. Only the monitor comes here. */
     cd_groups_peer_gone(w, rank, why);
+    atomic_store_explicit(&w->gone[rank], 1, memory_order_release);
     cd_mesh_fail_peer(w->mesh, rank, why);
 }
 
@@ -199,6 +222,7 @@ void cd_world_peer_left(cd_world *w, int rank)
 {
     if (rank == w->rank || atomic_exchange_explicit(&w->gone[rank], 1, memory_order_acq_rel))
         return;
+    note_first(w, rank);
     cd_groups_peer_gone(w, rank, 0);
 }
 

@@ -31,9 +31,11 @@ typedef struct {
     size_t arena_bytes; /* per rank, 0: none */
 } cd_host_layout;
 
-/* The last wait that a rank told of: words of their own, written by the monitor; for texts only. */
+/* The last waits that a rank told of: words of their own, written by the monitor; for texts only. */
 typedef struct {
-    _Atomic uint64_t context, sequence;
+    _Atomic uint64_t context, sequence;  /* the newest collective */
+    _Atomic uint64_t message_ns;         /* when a wait for a message was told; 0: never */
+    _Atomic int message_peer;            /* with whom */
 } cd_waiting;
 
 struct cd_world {
@@ -64,12 +66,14 @@ struct cd_world {
     cd_arena *arena;
     cd_mesh *mesh;
     _Atomic uint32_t *gone; /* [world]; by world rank: left or lost */
+    _Atomic int first_gone; /* the first of them; −1: none; for texts only */
 
     bool published;         /* rank 0: its address stands in the store */
     int data_listener;      /* TCP; on rank 0 also for control; −1: not open */
     cd_greeter *greeter;    /* the monitor's once it runs */
     cd_handout *handout;    /* Unix socket that hands out descriptors of shared memory */
-    int *controls;          /* [world]: rank 0 has one to each rank, the others one to rank 0; −1 = none */
+    int *controls;          /* [world]: rank 0 and the deputy have one to each rank, the others to these two; −1 = none */
+    int deputy;             /* passes notices on as rank 0 does; −1: one host only */
     _Atomic bool controls_live; /* bootstrap is over: the monitor reads them */
     _Atomic uint64_t links; /* data links accepted so far */
     pthread_mutex_t control_lock; /* writing to controls after bootstrap */
@@ -94,14 +98,21 @@ bool cd_world_forked(const cd_world *world);
 cd_status cd_world_refuse_fork(const cd_world *world);
 void cd_world_peer_lost(cd_world *world, int rank, const cd_error *why);
 void cd_world_peer_left(cd_world *world, int rank);
-/* To all other ranks: directly on rank 0, through rank 0 elsewhere. Never blocks for long; a full socket drops the notice
- * (its reader is stuck and learns by its own deadline). `skip`: not to this rank. */
+/* Whether process ids and open sockets of that rank's process mean the same here: same kernel, same namespaces. */
+bool cd_world_sees_process(const cd_world *world, int rank);
+/* Whether this rank passes notices on. */
+bool cd_world_is_hub(const cd_world *world, int rank);
+/* To all other ranks: directly on rank 0 and the deputy, through them elsewhere. Never blocks for long; a full socket drops the
+ * notice (its reader is stuck and learns by its own deadline). `skip`: not to this rank. */
 void cd_world_tell(cd_world *world, cd_control_kind kind, const cd_notice *notice, int skip);
 cd_status cd_world_lay_out(cd_world *world, void *base, size_t bytes);
 size_t cd_world_host_bytes(const cd_world *world);
 
 /* bootstrap.c: meets, connects, fills in members to mesh; undoes nothing (world.c does). */
 cd_status cd_world_bootstrap(cd_world *world, const cd_world_config *config, const cd_patience *patience);
+
+/* connect.c: data pipes to all ranks, the control connection to the deputy. */
+cd_status cd_world_connect(cd_world *world, const cd_member *me, const cd_patience *patience);
 
 /* monitor.c */
 cd_status cd_monitor_start(cd_world *world);

@@ -18,16 +18,21 @@
 /* A host that vanishes is noticed by the kernel after this: the promise for a lost host is 20 s. */
 #define LOST_HOST_MS 15000u
 
-void cd_sock_tune(int fd)
+void cd_sock_set_patience(int fd, unsigned patience_ms)
 {
-    int on = 1, idle = 5, interval = 3, probes = 3;
-    unsigned patience_ms = LOST_HOST_MS;
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    int seconds = (int)patience_ms / 1000, interval = seconds / 5 ? seconds / 5 : 1, idle = interval, probes = 4;
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
     setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &patience_ms, sizeof patience_ms);
+}
+
+void cd_sock_tune(int fd)
+{
+    int on = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+    cd_sock_set_patience(fd, LOST_HOST_MS);
 }
 
 static uint16_t port_of(const struct sockaddr_storage *address)

@@ -28,6 +28,9 @@ cd_status cd_sock_connect(const char *host, uint16_t port, const cd_patience *pa
 cd_status cd_sock_back_off(int attempt, cd_waiter *waiter);
 /* TCP_NODELAY, keepalive and TCP_USER_TIMEOUT as all data connections have them. */
 void cd_sock_tune(int fd);
+/* After how long without an answer the kernel gives the connection up, whether bytes are under way (TCP_USER_TIMEOUT) or not
+ * (keepalive). */
+void cd_sock_set_patience(int fd, unsigned patience_ms);
 
 /* As much as goes without blocking; *moved_p = 0 when nothing does. Errors: CD_PEER_LOST (closed or reset by the peer),
  * CD_IO. Never raises SIGPIPE. */

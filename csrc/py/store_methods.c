@@ -2,10 +2,13 @@
 #include "py/args.h"
 #include "py/errors.h"
 #include "py/glue.h"
+#include "py/group.h"
 #include "py/store_impl.h"
 
+#include "group/recorder.h"
 #include "store/kinds.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -82,16 +85,74 @@ static cd_store *bottom_of(cd_store *store)
     return store;
 }
 
+/* A wait in the store for what a lost rank was to write would last to its deadline: where there is a process group, the loss
+ * of one of its ranks ends waits of more than this. What is there already comes sooner. */
+#define LOSS_ENDS_NS (300 * CD_NS_PER_MS)
+
+typedef struct {
+    cd_py_wait waiting;
+    cd_group *group; /* the default one, or NULL; ours until the wait has ended */
+    uint64_t began_ns;
+    cd_error lost; /* code CD_OK: nobody */
+} store_wait;
+
+static cd_status wait_idle(void *ctx)
+{
+    store_wait *wait = ctx;
+    if (wait->group && cd_now_ns() - wait->began_ns > LOSS_ENDS_NS && cd_group_status(wait->group) == CD_PEER_LOST) {
+        wait->lost = *cd_last_error();
+        return cd_fail(CD_ABORTED, "%s", wait->lost.text); /* to the store CD_PEER_LOST means that the server is lost */
+    }
+    return cd_py_wait_idle(&wait->waiting);
+}
+
+static cd_patience begin_wait(store_wait *wait, PyObject *self, uint64_t ns)
+{
+    cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
+    cd_group *group = state && state->default_group ? ((cd_py_group *)state->default_group)->group : NULL;
+    *wait = (store_wait){.group = group ? cd_group_retain(group) : NULL, .began_ns = cd_now_ns()};
+    cd_patience patience = cd_py_wait_begin(&wait->waiting, cd_py_deadline(ns), 1);
+    patience.idle = wait_idle;
+    patience.idle_ctx = wait;
+    return patience;
+}
+
+/* " (ranks [1, 2] have left the process group)" behind the text of a key that did not come. */
+static void name_departed(cd_group *group)
+{
+    char list[128] = "";
+    size_t used = 0;
+    for (int r = 0; r < cd_group_size(group) && used < sizeof list - 16; r++)
+        if (cd_world_is_gone(cd_group_world(group), r))
+            used += (size_t)snprintf(list + used, sizeof list - used, "%s%d", used ? ", " : "", r);
+    if (used) {
+        cd_error why = *cd_last_error();
+        cd_fail_rank(why.code, cd_world_first_gone(cd_group_world(group)), "%s; ranks [%s] have left the process group",
+                     why.text, list);
+    }
+}
+
+static cd_status end_wait(store_wait *wait, cd_status status)
+{
+    cd_py_wait_end(&wait->waiting);
+    if (wait->lost.code != CD_OK && status != CD_OK)
+        status = cd_fail_with(&wait->lost);
+    else if (status == CD_STORE_TIMEOUT && wait->group)
+        name_departed(wait->group);
+    if (wait->group)
+        cd_group_release(wait->group);
+    return status;
+}
+
 /* `call` with the store's own timeout or the one given; statements around it see `store` and `patience`. */
 #define RUN(timeout, call)                                                                              \
     do {                                                                                                \
         uint64_t ns = atomic_load_explicit(&bottom_of(store)->timeout_ns, memory_order_relaxed);         \
         if (cd_py_timeout_ns(timeout, ns, &ns) < 0)                                                     \
             break;                                                                                      \
-        cd_py_wait waiting;                                                                             \
-        cd_patience patience = cd_py_wait_begin(&waiting, cd_py_deadline(ns), 1);                        \
-        status = (call);                                                                                \
-        cd_py_wait_end(&waiting);                                                                       \
+        store_wait waiting;                                                                             \
+        cd_patience patience = begin_wait(&waiting, self, ns);                                          \
+        status = end_wait(&waiting, (call));                                                            \
         if (status != CD_OK)                                                                            \
             cd_py_raise(cd_py_state_of_type(Py_TYPE(self)), status);                                    \
     } while (0)

@@ -12,6 +12,9 @@ import json
 import os
 import sys
 
+# Exceptions that tell of another rank.
+_CONSEQUENCES = ("PeerLostError", "AbortedError", "DistTimeoutError", "MismatchError")
+
 __all__ = ["load", "diagnose", "render", "timeline", "main"]
 
 
@@ -39,6 +42,8 @@ def load(folder) -> list:
 
 def _where(dump):
     """Return the innermost frame of the main thread outside cdist, as "train.py:33 in step"."""
+    if dump.get("failed_at"):
+        return dump["failed_at"]
     package = os.path.dirname(os.path.abspath(__file__)) + os.sep
     for thread in dump["threads"]:
         for frame in thread["stack"]:
@@ -129,7 +134,8 @@ def _judge_group(group, ranks, gone):
             kinds.setdefault(same, []).append(rank)
     if len(kinds) > 1:
         said = "; ".join(
-            f"ranks {who} call {_name(newest[who[0]])}, at {ranks[who[0]].where or '?'}" for who in kinds.values()
+            f"ranks {who} call {_name(newest[who[0]])}, at {ranks[who[0]].where or '?'}"
+            for who in kinds.values()
         )
         odd = min(kinds.values(), key=len)
         findings.append((4, odd[0], f"operation {front} differs: {said}"))
@@ -150,9 +156,16 @@ def diagnose(dumps) -> dict:
     for group in _groups_of(dumps).values():
         findings += _judge_group(group, ranks, gone)
     for dump in dumps:
+        if "failed_at" in dump and not dump["reason"].startswith(_CONSEQUENCES):
+            place = f", at {dump['failed_at']}" if dump["failed_at"] else ""
+            text = f"rank {dump['rank']} ended with {dump['reason']}{place}"
+            findings.append((6, dump["rank"], text))
         for other, text in dump["known"].items():
             if "process is stopped" in text:
                 findings.append((5, int(other), text))
+    if any(weight in (3, 6) for weight, _, _ in findings):
+        # Who is behind stopped because of those that ended.
+        findings = [finding for finding in findings if finding[0] != 2]
     findings.sort(key=lambda finding: (-finding[0], finding[1]))
     causes = [group["broken"] for dump in dumps for group in dump["groups"] if group["broken"]]
     rows = []

@@ -253,6 +253,11 @@ def _install_hooks(rank):
         if world is not None:
             with contextlib.suppress(Exception):
                 world._announce_death(f"rank {rank} ended with {kind.__name__}: {error}"[:900])
+            if os.environ.get("CDIST_DUMP_DIR"):
+                from cdist.recorder import dump_uncaught
+
+                with contextlib.suppress(Exception):
+                    dump_uncaught(world, error)
         if not issubclass(kind, KeyboardInterrupt) and "TORCHELASTIC_ERROR_FILE" in os.environ:
             from cdist.launch.record import write_error
 

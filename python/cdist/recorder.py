@@ -95,12 +95,12 @@ def collect(reason="asked"):
         "operations": own["operations"],
         "peers": [peer for peer in peers if peer],
         "gone": [other for other, is_gone in enumerate(gone) if is_gone],
-        "known": {str(other): _core._describe_rank(world, other) for other in range(len(gone)) if other != rank},
+        "known": {str(r): _core._describe_rank(world, r) for r in range(len(gone)) if r != rank},
         "threads": _threads(threading.get_ident()),
     }
 
 
-def dump(path=None, reason="asked") -> str:
+def dump(path=None, reason="asked", failed_at=None) -> str:
     """Write what this rank did last, and where each of its threads is, as JSON.
 
     The file holds the table of groups, this rank's last 256 operations (kind, dtype, reduction, bytes,
@@ -112,6 +112,7 @@ def dump(path=None, reason="asked") -> str:
         path: file to write, or None: ``cdist-rank<rank>-pid<pid>.json`` in CDIST_DUMP_DIR or the temporary
             folder.
         reason: free text for the file.
+        failed_at: for the file too: the line of the exception that ends this rank.
 
     Returns:
         The path.
@@ -123,7 +124,7 @@ def dump(path=None, reason="asked") -> str:
     """
     import json  # here and below: set-up is quicker without what only a dump needs
 
-    found = collect(reason)
+    found = collect(reason) | ({"failed_at": failed_at} if failed_at is not None else {})
     if path is None:
         import tempfile
 
@@ -135,6 +136,18 @@ def dump(path=None, reason="asked") -> str:
         json.dump(found, file)
     os.replace(part, path)
     return path
+
+
+def dump_uncaught(world, error):
+    """Write the dump of a rank that ends with this exception, unless it wrote one for the error's cause."""
+    from cdist.errors import AbortedError, PeerLostError
+
+    if not isinstance(error, (PeerLostError, AbortedError)) or getattr(world, "_dumped", None) is None:
+        frames = list(reversed(traceback.extract_tb(error.__traceback__)))
+        package = os.path.dirname(os.path.abspath(__file__)) + os.sep
+        own = next((f for f in frames if not f.filename.startswith(package)), None)
+        place = f"{os.path.basename(own.filename)}:{own.lineno} in {own.name}" if own else ""
+        dump(reason=f"{type(error).__name__}: {error}"[:500], failed_at=place)
 
 
 def _sites(world):

@@ -2,44 +2,61 @@
 must raise.
 
 A cell is one world of three forked ranks that repeat one call. After a few rounds the victim is struck;
-every other rank must raise what the fault promises, in time. The times are collected for the table in
-docs/failures.md.
+every other rank must raise what the fault promises, naming the victim, in time. The times are collected for
+the table in docs/failures.md.
+
+Transports: "shm" and "tcp" on this host; "hosts" are two network namespaces that see nothing of each other
+but what goes through the cable: rank 0, which passes news on, on the first; on the second rank 1, which does
+the same from there, and rank 2.
 """
 
 import atexit
 import contextlib
-import ctypes
+import itertools
 import mmap
 import os
+import re
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import cdist
 import numpy as np
 from cdist.testing import RankFailedError, run
+from hosts import hosts, python
 
 WORLD = 3
+HOST_OF = (0, 1, 1)
 # Promised is a second; a loaded machine gets five.
 LIMIT = 5.0
+LOST_HOST_LIMIT = 20.0
 GROUP_TIMEOUT = 20
 FROZEN_TIMEOUT = 0.6
-# The victim is struck this long after the first round, wherever it is.
+# The victim is struck this long after the first rounds, wherever it is.
 STRIKE_AFTER = 0.03
 
 # Shared by the ranks of the cell that runs (they are forked): when it struck, and the victim's process id.
 _shared = mmap.mmap(-1, 4096)
+_store = None
+_model = None
 
 
-def _ring(rank, world, count, timeout):
-    out, into = np.full(count, float(rank)), np.zeros(count)
-    work = cdist.isend(out, (rank + 1) % world)
-    cdist.recv(into, (rank - 1) % world, timeout=timeout) if timeout else cdist.recv(into, (rank - 1) % world)
+def _ring(rank, count, timeout):
+    work = cdist.isend(np.zeros(count), (rank + 1) % WORLD)
+    cdist.recv(np.zeros(count), (rank - 1) % WORLD, timeout=timeout)
     work.wait()
-    return into
+
+
+def _batch(rank, count):
+    send = cdist.P2POp(cdist.isend, np.zeros(count), (rank + 1) % WORLD)
+    receive = cdist.P2POp(cdist.irecv, np.zeros(count), (rank - 1) % WORLD)
+    for work in cdist.batch_isend_irecv([receive, send]):
+        work.wait()
 
 
 def _send_to_victim(rank, victim, timeout):
@@ -83,6 +100,43 @@ def _new_group(timeout):
     cdist.destroy_process_group(made)
 
 
+_rounds = itertools.count()
+
+
+def _get_from_store(rank, victim):
+    """The victim writes a key a round, the others wait for it."""
+    key = f"round {next(_rounds)}"
+    if rank == victim:
+        _store.set(key, b"here")
+        time.sleep(0.001)
+    else:
+        _store.get(key)
+
+
+class _Net:
+    def __init__(self):
+        self.parameters = [cdist.Parameter(np.zeros((50, 50))) for _ in range(4)]
+
+    def named_parameters(self):
+        return ((str(i), p) for i, p in enumerate(self.parameters))
+
+    def named_buffers(self):
+        return ()
+
+    def __call__(self, x):
+        return x
+
+
+def _backward():
+    global _model
+    if _model is None:
+        _model = cdist.DistributedDataParallel(_Net())
+    _model(np.zeros(3))
+    _model.zero_grad()
+    for parameter in reversed(_model.module.parameters):
+        parameter.accumulate_grad(np.ones((50, 50)))
+
+
 # name: call(rank, victim, timeout of the call)
 CALLS = {
     "all_reduce 32 B": lambda r, v, t: cdist.all_reduce(np.ones(4), timeout=t),
@@ -101,10 +155,23 @@ CALLS = {
     "barrier": lambda r, v, t: cdist.barrier(timeout=t),
     "send to the victim": _send_to_victim,
     "recv from the victim": _receive_from_victim,
-    "isend and recv in a ring": lambda r, v, t: _ring(r, WORLD, 2000, t),
+    "isend and recv in a ring": lambda r, v, t: _ring(r, 2000, t),
+    "batch_isend_irecv": lambda r, v, t: _batch(r, 200),
+    "batch_isend_irecv 1 MiB": lambda r, v, t: _batch(r, 1 << 17),
+    "monitored_barrier": lambda r, v, t: cdist.monitored_barrier(timeout=t, wait_all_ranks=True),
     "Work.wait of eight": lambda r, v, t: _queue(t),
     "new_group": lambda r, v, t: _new_group(t or GROUP_TIMEOUT),
     "all_gather_object": lambda r, v, t: cdist.all_gather_object([None] * WORLD, {"rank": r}),
+    "broadcast_object_list": lambda r, v, t: cdist.broadcast_object_list([r, "x" * 30000], v),
+    "gather to the victim": lambda r, v, t: (
+        cdist.gather(np.ones(9), [np.zeros(9) for _ in range(WORLD)] if r == v else None, v, timeout=t),
+        cdist.barrier(timeout=t),
+    ),
+    "scatter from the victim": lambda r, v, t: cdist.scatter(
+        np.zeros(9), [np.ones(9) for _ in range(WORLD)] if r == v else None, v, timeout=t
+    ),
+    "backward of DDP": lambda r, v, t: _backward(),
+    "store.get": lambda r, v, t: _get_from_store(r, v),
 }
 
 
@@ -149,6 +216,7 @@ FAULTS = {
     "os._exit": ("between calls", lambda inherited: os._exit(3)),
     "sockets cut": ("any moment", _cut_sockets),
     "delay": ("between calls", lambda inherited: time.sleep(0.3)),
+    "lost host": ("from outside", None),
 }
 
 
@@ -160,35 +228,41 @@ def _end_as_interpreter(error):
     os._exit(0 if isinstance(error, SystemExit) else 1)
 
 
-def _rank_main(rank, world, cell, where):
-    fault, call_name, victim = cell["fault"], cell["call"], cell["victim"]
-    call, (moment, action) = CALLS[call_name], FAULTS[fault]
-    frozen = fault == "SIGSTOP"
-    timeout = FROZEN_TIMEOUT if frozen else None
-    inherited = cell["inherited"]
-    if where is not None:
-        _enter_namespace(where[rank])
+def _await_death(call, rank, cell):
+    """Repeat the call until it raises; return ("went on", rounds) or the error."""
+    fault, victim = cell["fault"], cell["victim"]
+    moment, action = FAULTS[fault]
+    timeout = FROZEN_TIMEOUT if fault == "SIGSTOP" else None
+    rounds, end = 0, time.monotonic() + GROUP_TIMEOUT
+    while time.monotonic() < end:
+        call(rank, victim, timeout)
+        rounds += 1
+        if rounds == 3 and timeout:
+            cdist.set_timeout(timeout)
+            _store.set_timeout(timedelta(seconds=timeout))
+        if rounds == 3 and rank == 0 and moment == "from outside":
+            _shared[12] = 1
+        if rounds == 3 and rank == victim and moment == "any moment":
+            threading.Timer(STRIKE_AFTER, action, [cell["inherited"]]).start()
+        if rounds == 10 and rank == victim and moment == "between calls":
+            _note_strike()
+            if fault != "delay":
+                sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            action(cell["inherited"])
+        if rounds == 40 and fault == "delay":
+            return rounds
+    return rounds
+
+
+def _rank_main(rank, world, cell, places):
+    """One rank: ("raised", class, rank blamed, text, seconds since the strike, class of the next call's
+    error, seconds that destroy took), or ("went on", rounds)."""
+    call = CALLS[cell["call"]]
+    if places:
+        places[HOST_OF[rank]].enter()
     _init(rank, world, cell)
-    end, rounds, struck = None, 0, False
-    devnull = open(os.devnull, "w")  # noqa: SIM115
     try:
-        while end is None or time.monotonic() < end:
-            if frozen and call_name == "all_gather_object":
-                cdist.set_timeout(FROZEN_TIMEOUT)
-            call(rank, victim, timeout)
-            rounds += 1
-            if rounds == 3 and rank == victim and moment == "any moment":
-                threading.Timer(STRIKE_AFTER, action, [inherited]).start()
-            if rounds == 10 and rank == victim and moment == "between calls":
-                _note_strike()
-                if fault != "delay":
-                    sys.stderr = devnull
-                action(inherited)
-                struck = True
-            if fault == "delay" and rounds == 40:
-                return ("went on", rounds)
-            if rounds == 3:
-                end = time.monotonic() + GROUP_TIMEOUT
+        return ("went on", _await_death(call, rank, cell))
     except cdist.DistError as error:
         now = time.monotonic()
         try:
@@ -196,35 +270,38 @@ def _rank_main(rank, world, cell, where):
             sticky = None
         except cdist.DistError as later:
             sticky = type(later).__name__
+        begin = time.monotonic()
+        cdist.destroy_process_group()
+        ended = time.monotonic() - begin
         at, _ = struct.unpack("di", _shared[:12])
-        return ("raised", type(error).__name__, error.rank, str(error), now - at, sticky)
+        return ("raised", type(error).__name__, error.rank, str(error), now - at, sticky, ended)
     except (BoomError, SystemExit) as error:
         _end_as_interpreter(error)
-    return ("nothing happened", rounds, struck)
-
-
-def _enter_namespace(name):
-    with open(f"/run/netns/{name}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0x40000000) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _init(rank, world, cell):
-    from cdist.store import TCPStore
-
+    global _store
     host, port = cell["store"]
-    store = TCPStore(host, port, None, False, wait_for_workers=False)
-    cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+    _store = cdist.TCPStore(host, port, None, False, wait_for_workers=False)
+    if cell["fault"] == "exit 0":
+        _store.set_timeout(timedelta(seconds=1))  # who leaves in good order ends no wait in the store
+    prefix = cdist.PrefixStore(cell["name"], _store)
+    limit = GROUP_TIMEOUT if cell["fault"] != "lost host" else 3 * LOST_HOST_LIMIT
+    cdist.init_process_group(store=prefix, rank=rank, world_size=world, timeout=limit)
 
 
-def _thaw_later():
+# In a monitored barrier the others wait 2 s longer for the verdict of rank 0.
+_THAW_AFTER = {"monitored_barrier": FROZEN_TIMEOUT + 2.8}
+
+
+def _thaw_later(after):
     """Let the frozen rank go once the others had time to find out, so that the cell can end."""
 
     def thaw():
         for _ in range(200):
             time.sleep(0.05)
             at, pid = struct.unpack("di", _shared[:12])
-            if pid and time.monotonic() - at > FROZEN_TIMEOUT + 0.8:
+            if pid and time.monotonic() - at > after:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
                 return
@@ -232,90 +309,127 @@ def _thaw_later():
     threading.Thread(target=thaw, daemon=True).start()
 
 
-def run_cell(cell, store=None, where=None):
-    """Run one cell; return (problems, {rank: seconds from the strike to the exception})."""
-    from cdist.store import TCPStore
+def _cut_later(host):
+    def cut():
+        for _ in range(1000):
+            time.sleep(0.005)
+            if _shared[12]:
+                _note_strike()
+                host.cut()
+                return
 
-    _shared[:12] = bytes(12)
-    server = None
-    if store is None:
-        server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        store = ("127.0.0.1", server.port)
-    inherited = {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if n.isdigit() and int(n) > 2
-                 and os.path.exists(f"/proc/self/fd/{n}") or os.path.islink(f"/proc/self/fd/{n}")}  # fmt: skip
-    cell = dict(cell, store=store, inherited=inherited)
-    if cell["fault"] == "SIGSTOP":
-        _thaw_later()
-    transport = "shm" if cell["transport"] == "shm" else "tcp"
-    try:
-        outcomes = run(
-            _rank_main, WORLD, cell, where, init=False, transport=transport, allow_failures=True, timeout=30,
-            check_leftovers=False,
-        )  # fmt: skip
-    except RankFailedError as error:
-        return [str(error)], {}
-    finally:
-        del server
-    return _judge(cell, outcomes)
+    thread = threading.Thread(target=cut, daemon=True)
+    thread.start()
+    return thread
 
 
-def _expected(cell):
-    fault = cell["fault"]
+class Place:
+    """Where cells run: this host, or two hosts with a store on the first; with a store that outlives all."""
+
+    def __init__(self, transport):
+        self.transport, self.places, self._cells = transport, None, 0
+        self._stack = contextlib.ExitStack()
+        if transport == "hosts":
+            self.places = self._stack.enter_context(hosts(2))
+            serve = (
+                "import cdist, sys; s = cdist.TCPStore(sys.argv[1], 0, None, True, wait_for_workers=False);"
+                "print(s.port, flush=True); sys.stdin.read()"
+            )
+            command = [*python(serve), self.places[0].address]
+            server = self.places[0].start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            self.store = (self.places[0].address, int(server.stdout.readline()))
+        else:
+            self._server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            self.store = ("127.0.0.1", self._server.port)
+
+    def close(self):
+        self._stack.close()
+
+    def run_cell(self, fault, call, victim):
+        """Run one cell; return (problems, {rank: seconds from the strike to the exception})."""
+        _shared[:16] = bytes(16)
+        self._cells += 1
+        inherited = {f"socket:[{os.stat(f'/proc/self/fd/{n}').st_ino}]" for n in _descriptors()}
+        cell = {"fault": fault, "call": call, "victim": victim, "transport": self.transport}
+        cell |= {"store": self.store, "name": str(self._cells), "inherited": inherited}
+        cutting = _cut_later(self.places[1]) if fault == "lost host" else None
+        if fault == "SIGSTOP":
+            _thaw_later(_THAW_AFTER.get(call, FROZEN_TIMEOUT + 0.8))
+        try:
+            outcomes = run(
+                _rank_main, WORLD, cell, self.places, init=False, allow_failures=True, check_leftovers=False,
+                timeout=90 if cutting else 30, transport="tcp" if self.transport == "tcp" else "shm",
+            )  # fmt: skip
+        except RankFailedError as error:
+            return [str(error)], {}
+        finally:
+            if cutting:
+                cutting.join()
+                self.places[1].mend()
+        return _judge(cell, outcomes)
+
+
+def _descriptors():
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.stat(f"/proc/self/fd/{name}")
+            yield name
+
+
+def _expected(cell, rank):
+    """(class, what the text must say, ranks that may be blamed, class of the next call's error)"""
+    fault, victim, of_store = cell["fault"], cell["victim"], cell["call"] == "store.get"
+    blamed = {victim}
+    if of_store and fault in ("SIGSTOP", "exit 0"):
+        # Nobody knows who was to write a key; who has left is said.
+        if fault == "SIGSTOP":
+            return "DistStoreTimeoutError", "keys: /round", {None}, None
+        # The first to wait in vain makes its next call, which ends the group, and then leaves too.
+        return "DistStoreTimeoutError|PeerLostError", "have left|closed|left", blamed, "PeerLostError"
     if fault == "SIGSTOP":
-        return {"DistTimeoutError"}, "did not|stopped|missing|members"
-    if fault == "exception":
-        return {"PeerLostError"}, "BoomError"
-    if fault == "exit 0":
-        return {"PeerLostError"}, "left|closed|gone|hand out"
-    return {"PeerLostError"}, "cut" if fault == "sockets cut" else "lost|left|closed"
+        return "DistTimeoutError", "did not|stopped|missing|members|waits for|failed to pass", blamed, None
+    if fault == "lost host":
+        lost = [other for other in range(WORLD) if HOST_OF[other] != HOST_OF[rank]]
+        return "PeerLostError", re.escape(f"ranks {lost} run there"), set(lost), "PeerLostError"
+    words = {"exception": "BoomError", "exit 0": "left|closed|gone|hand out", "sockets cut": "cut"}
+    return "PeerLostError", words.get(fault, "lost|left|closed"), blamed, "PeerLostError"
 
 
 def _judge(cell, outcomes):
-    import re
-
-    victim, fault = cell["victim"], cell["fault"]
     problems, times = [], {}
-    if fault == "delay":
+    if cell["fault"] == "delay":
         return [f"rank {r}: {o}" for r, o in enumerate(outcomes) if o != ("went on", 40)], {}
-    kinds, text = _expected(cell)
+    limit = LOST_HOST_LIMIT if cell["fault"] == "lost host" else LIMIT
     for rank, outcome in enumerate(outcomes):
-        if rank == victim:
+        if rank == cell["victim"] and cell["fault"] != "lost host":
             continue
         if not isinstance(outcome, tuple) or outcome[0] != "raised":
             problems.append(f"rank {rank}: {outcome!r}")
             continue
-        _, kind, blamed, said, seconds, sticky = outcome
+        _, kind, blamed, said, seconds, sticky, ended = outcome
+        wanted, text, culprits, next_kind = _expected(cell, rank)
         times[rank] = seconds
-        hub_frozen = fault == "SIGSTOP" and cell["transport"] == "tcp" and victim == 0
-        if (
-            hub_frozen and kind == "AbortedError"
-        ):  # of a rank that timed out first, whose reason rank 0 did not pass on
-            continue
-        if kind not in kinds:
+        if kind not in wanted.split("|"):
             problems.append(f"rank {rank} raised {kind}: {said}")
-        # In a ring of messages each is late for its neighbour. Whose connections are all cut thinks that the others are lost.
-        # Between hosts rank 0 passes the first cause on: when it is the victim, a rank may see only who failed because of it.
-        excused = (
-            (fault == "SIGSTOP" and "ring" in cell["call"])
-            or (fault == "sockets cut" and (blamed == 0 or victim == 0))
-            or (cell["transport"] == "tcp" and victim == 0)
-        )
-        if blamed != victim and not excused:
+        if blamed not in culprits:
             problems.append(f"rank {rank} blames rank {blamed}: {said}")
         if not re.search(text, said):
             problems.append(f"rank {rank} does not say /{text}/: {said}")
-        if seconds > LIMIT:
+        if seconds > limit:
             problems.append(f"rank {rank} took {seconds:.1f} s")
-        if fault != "SIGSTOP" and sticky != "PeerLostError":
+        if next_kind and sticky != next_kind:
             problems.append(f"rank {rank}: the next call gave {sticky}")
+        if ended > LIMIT:
+            problems.append(f"rank {rank}: destroy took {ended:.1f} s")
     return problems, times
 
 
 def table(rows):
     """Return the times as a Markdown table: rows {(transport, fault): [seconds]}."""
-    lines = ["| transport | fault | ranks | median | slowest |", "|---|---|---|---|---|"]
+    lines = ["| transport | fault | exceptions | median | slowest |", "|---|---|---|---|---|"]
     for (transport, fault), seconds in sorted(rows.items()):
         ordered = sorted(seconds)
         median, slowest = ordered[len(ordered) // 2] * 1e3, ordered[-1] * 1e3
-        lines.append(f"| {transport} | {fault} | {len(ordered)} | {median:.1f} ms | {slowest:.1f} ms |")
+        name = f"{fault}, deadline {FROZEN_TIMEOUT:g} s" if fault == "SIGSTOP" else fault
+        lines.append(f"| {transport} | {name} | {len(ordered)} | {median:.0f} ms | {slowest:.0f} ms |")
     return "\n".join(lines)

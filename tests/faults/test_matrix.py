@@ -4,21 +4,19 @@ import itertools
 import sys
 
 import pytest
-from matrix import CALLS, FAULTS, WORLD, run_cell, table
+from hosts import why_not
+from matrix import CALLS, FAULTS, WORLD, Place, table
 
-TRANSPORTS = ("shm", "tcp")
 _times: dict = {}
 
 
-def _check(transport, fault, calls, victims):
-    problems = []
-    for call, victim in itertools.product(calls, victims):
-        cell = {"transport": transport, "fault": fault, "call": call, "victim": victim}
-        found, times = run_cell(cell)
-        problems += [f"{call}, victim {victim}: {text}" for text in found]
-        if times and fault != "SIGSTOP":
-            _times[transport, fault] = [*_times.get((transport, fault), []), *times.values()]
-    assert not problems, "\n".join(problems)
+@pytest.fixture(scope="module", params=["shm", "tcp", "hosts"])
+def place(request):
+    if request.param == "hosts" and why_not():
+        pytest.skip(why_not())
+    made = Place(request.param)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,18 +26,42 @@ def _print_table():
         sys.stderr.write("\nfrom the fault to the exception:\n" + table(_times) + "\n")
 
 
-QUICK_CALLS = ("all_reduce 32 B", "all_reduce 4 MiB", "isend and recv in a ring")
+def _check(place, fault, calls, victims):
+    problems = []
+    for call, victim in itertools.product(calls, victims):
+        found, times = place.run_cell(fault, call, victim)
+        problems += [f"{call}, victim {victim}: {text}" for text in found]
+        if times:
+            key = place.transport, fault
+            _times[key] = [*_times.get(key, []), *times.values()]
+    assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_quick(transport, fault):
-    _check(transport, fault, QUICK_CALLS if fault != "SIGSTOP" else QUICK_CALLS[:1], [1])
+STRIKES = [fault for fault in FAULTS if fault != "lost host"]
+QUICK_CALLS = ("all_reduce 32 B", "all_reduce 4 MiB", "isend and recv in a ring", "store.get")
+LOST_HOST_CALLS = ("all_reduce 32 B", "isend and recv in a ring", "recv from the victim", "new_group")
+
+
+@pytest.mark.parametrize("fault", STRIKES)
+def test_quick(place, fault):
+    _check(place, fault, QUICK_CALLS if fault != "SIGSTOP" else QUICK_CALLS[::2], [1])
+
+
+def test_lost_host(place):
+    """Frames vanish, nobody is told: the ranks on both sides learn it from the silence."""
+    if place.transport == "hosts":
+        _check(place, "lost host", LOST_HOST_CALLS[:1], [1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_all(transport, fault):
-    _check(transport, fault, CALLS, [0, WORLD - 1] if fault != "SIGSTOP" else [0])
+@pytest.mark.parametrize("fault", STRIKES)
+def test_all(place, fault):
+    _check(place, fault, CALLS, range(WORLD) if fault != "delay" else [1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_lost_host_in_every_kind_of_call(place):
+    if place.transport == "hosts":
+        _check(place, "lost host", LOST_HOST_CALLS[1:], [1])

@@ -85,6 +85,7 @@ def _stall(rank, world):
 
 
 def test_a_stall_is_reported_once_with_the_missing_ranks():
+    """K11."""
     texts = run(_stall, 3, environ={"CDIST_STALL_SECONDS": 1})
     for rank in (0, 1):
         assert texts[rank].count("stall: all_reduce 2") == 1, texts[rank]
@@ -169,6 +170,7 @@ def _hang(rank, world, folder):
 
 
 def test_sigusr2_while_blocked_in_c_and_the_doctor(tmp_path):
+    """K22."""
     run(_hang, 3, str(tmp_path), environ={"CDIST_DUMP_DIR": tmp_path})
     dumps = doctor.load(tmp_path)
     assert [d["rank"] for d in dumps] == [0, 1, 2]

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import threading
 import time
 
 import cdist
 import numpy as np
 import pytest
 from cdist.testing import run
+from hosts import hosts, needs_hosts, world
 
 
 def _sum(rank):
@@ -36,14 +38,63 @@ def _die_and_shrink(rank, world, victims):
     return trail
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("victim", [0, 1, 3])
-def test_one_rank_dies(victim):
-    outcomes = run(_die_and_shrink, 4, [victim], allow_failures=True)
+def test_one_rank_dies(victim, transport):
+    outcomes = run(_die_and_shrink, 4, [victim], allow_failures=True, transport=transport)
     assert outcomes[victim] == -signal.SIGKILL
     left = [rank for rank in range(4) if rank != victim]
     total = float(sum(rank + 1 for rank in left))
     for new, old in enumerate(left):
         assert outcomes[old] == [10.0, (new, 3, total)]
+
+
+@needs_hosts
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_one_rank_of_two_hosts_dies(victim):
+    """Rank 2 is the one that passes news on beside rank 0."""
+    with hosts(2) as places:
+        outcomes = world(
+            places, _die_and_shrink, [victim], per_host=2, allow_failures=True, check_leftovers=False
+        )
+    left = [rank for rank in range(4) if rank != victim]
+    total = float(sum(rank + 1 for rank in left))
+    assert [outcomes[rank] for rank in left] == [[10.0, (new, 3, total)] for new in range(3)]
+
+
+def _barriers():
+    while True:
+        cdist.barrier()
+
+
+def _lose_a_host(rank, size, flag):
+    _sum(rank)
+    if rank == 0:
+        open(flag, "w").close()
+    with pytest.raises(cdist.PeerLostError) as caught:
+        _barriers()
+    lost = [2, 3] if rank < 2 else [0, 1]
+    assert f"ranks {lost} run there" in str(caught.value)
+    assert caught.value.rank in lost
+    if rank > 1:  # the store is on the other host
+        return None
+    cdist.shrink(grace=15)
+    return cdist.get_rank(), cdist.get_world_size(), _sum(rank)
+
+
+@needs_hosts
+def test_the_ranks_of_one_host_go_on_without_the_other(tmp_path):
+    flag = tmp_path / "cut"
+
+    def cut():
+        while not flag.exists():
+            time.sleep(0.01)
+        places[1].cut()
+
+    with hosts(2) as places:
+        threading.Thread(target=cut, daemon=True).start()
+        outcomes = world(places, _lose_a_host, str(flag), per_host=2, group_timeout=60, check_leftovers=False)
+    assert outcomes == [(0, 2, 3.0), (1, 2, 3.0), None, None]
 
 
 def test_down_to_one():

@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 
 from cdist import _core
-from cdist.errors import AbortedError, DistStoreError, DistTimeoutError
+from cdist.errors import AbortedError, DistStoreError, DistTimeoutError, PeerLostError
 
 __all__ = ["shrink"]
 
@@ -48,11 +48,10 @@ class _Meeting:
         return alive, came
 
     def _decided(self):
-        return (
-            json.loads(self.store.get(self._key("members")))
-            if self.store.check([self._key("members")])
-            else None
-        )
+        if self.store.check([self._key("members")]):
+            with contextlib.suppress(PeerLostError):  # of a wait that a busy store kept for long
+                return json.loads(self.store.get(self._key("members")))
+        return None
 
     def agree(self):
         """Return the list of survivors, the same on all of them."""

@@ -11,6 +11,7 @@ import time
 
 from cdist.launch import options as opt
 from cdist.launch.binding import core_sets
+from cdist.launch.dumps import Dumps
 from cdist.launch.exits import MemoryWatch, shell_code, signal_name
 from cdist.launch.guard import Guard
 from cdist.launch.host import HostError, StoreHost, is_ephemeral
@@ -167,6 +168,7 @@ class Agent:
         options = self.options
         cores = core_sets(options.bind, options.local_size)
         self.workers, self.streams = [], []
+        self.dumps = Dumps(os.path.join(self.folder, f"attempt_{attempt}"))
         for local in range(options.local_size):
             rank = self._node_rank() * options.local_size + local
             folder = os.path.join(self.folder, f"attempt_{attempt}", str(rank))
@@ -205,6 +207,7 @@ class Agent:
             "TORCHELASTIC_RUN_ID": self.run_id, "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_ERROR_FILE": os.path.join(folder, "error.json"),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle})
+        env["CDIST_DUMP_DIR"] = self.dumps.folder
         if self.secret:
             env["CDIST_JOB_SECRET"] = self.secret
         if options.virtual_local_rank:
@@ -256,9 +259,12 @@ class Agent:
         if failures and self.nodes:
             cause = first_cause(failures).worker
             self.nodes.report_failure(attempt, shell_code(cause.returncode), describe(cause, self.hostname))
+        self.dumps.ask({worker.pid for worker in self.workers if worker.is_running()})
         self._stop(signal.SIGTERM, self.options.shutdown_timeout)
         self._reap_all()
-        text = compose(failures, self.workers, self.hostname, self.memory) if failures else ""
+        is_kept = self.keeps_logs or "CDIST_DUMP_DIR" in os.environ
+        table = self.dumps.report(is_kept)
+        text = compose(failures, self.workers, self.hostname, self.memory, table) if failures else ""
         if self.remote and all(failure.is_consequence for failure in failures):
             self._say(f"{text}cdistrun: on node {self.remote['node']}: {self.remote['text']}\n")
             return self.remote["code"]
@@ -292,6 +298,7 @@ class Agent:
         for worker in self.workers:
             if worker.is_running():
                 worker.send(number)
+                worker.send(signal.SIGCONT)     # one that is stopped cannot act on it
         end = time.monotonic() + grace
         while any(w.is_running() for w in self.workers) and time.monotonic() < end:
             self._turn(end - time.monotonic())

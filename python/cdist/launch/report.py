@@ -48,8 +48,8 @@ def describe(worker, hostname):
             + (f", peak memory {mebibytes(worker.peak_bytes)}" if worker.peak_bytes else ""))
 
 
-def compose(failures, workers, hostname, memory):
-    """Return the report's text, the first cause's traceback last."""
+def compose(failures, workers, hostname, memory, table=()):
+    """Return the report's text, the first cause's traceback last; `table`: lines about all ranks."""
     cause = first_cause(failures)
     lines = [f"cdistrun: {describe(cause.worker, hostname)}: the first failure"]
     if cause.worker.returncode == -signal.SIGKILL:
@@ -61,6 +61,7 @@ def compose(failures, workers, hostname, memory):
     stopped = [str(worker.rank) for worker in workers if worker.was_signalled]
     if stopped:
         lines.append(f"cdistrun: stopped for it: rank {', '.join(stopped)}")
+    lines += table
     if cause.text:
         lines += [f"cdistrun: the last words of rank {cause.worker.rank}:", cause.text]
     return "\n".join(lines) + "\n"
