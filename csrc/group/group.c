@@ -183,11 +183,12 @@ static cd_status open_cpu(cd_group *g)
     return g->size == 1 ? cd_backend_open_self(&env, &g->cpu) : cd_backend_open_cpu(&env, &g->cpu);
 }
 
+/* The list holds the group, so that the monitor and the end of the world find no group there that its owner has let go. */
 static void enlist(cd_group *g)
 {
     pthread_mutex_lock(&g->world->groups_lock);
     g->next = g->world->groups;
-    g->world->groups = g;
+    g->world->groups = cd_group_retain(g);
     pthread_mutex_unlock(&g->world->groups_lock);
 }
 
@@ -370,9 +371,12 @@ void cd_group_close(cd_group *g)
     cd_group **link = &g->world->groups;
     while (*link && *link != g)
         link = &(*link)->next;
-    if (*link)
+    bool listed = *link != NULL;
+    if (listed)
         *link = g->next;
     pthread_mutex_unlock(&g->world->groups_lock);
+    if (listed)
+        cd_group_release(g); /* not the last: the caller has one */
 }
 
 void cd_groups_close_all(cd_world *w)

@@ -195,8 +195,10 @@ static PyObject *create_group(PyObject *type, PyObject *args)
     if (status != CD_OK)
         return cd_py_raise_from(state, status, "new_group");
     cd_py_group *self = make_group((PyTypeObject *)type, group, NULL);
-    if (!self)
+    if (!self) {
+        cd_group_close(group);
         cd_group_release(group);
+    }
     return (PyObject *)self;
 }
 
@@ -285,8 +287,10 @@ static void free_group(PyObject *object)
     if (self->weak)
         PyObject_ClearWeakRefs(object);
     close_world(self);
-    /* The last reference may join a thread that is about to take the GIL. */
+    /* A signal's exception may have come between making the group and keeping it, or in destroy_process_group: nobody can close
+     * it any more. Both may join a thread that is about to take the GIL. */
     Py_BEGIN_ALLOW_THREADS
+    cd_group_close(self->group);
     cd_group_release(self->group);
     Py_END_ALLOW_THREADS
     clear_group(object);
