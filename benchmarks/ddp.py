@@ -1,9 +1,11 @@
-"""What DistributedDataParallel costs beside torch's over Gloo: 2 ranks on the CPU, both in the same processes, in turns.
+"""What DistributedDataParallel costs beside torch's over Gloo: 2 ranks on the CPU, the same
+processes run both, in turns.
 
     python benchmarks/ddp.py [--steps 30] [--models mlp transformer resnet18] [--json out.json]
 
-For each model: median time of a step, of the same step under no_sync(), and their difference, which is what synchronisation
-costs. Then the cost of a gradient hook per parameter, and the peak memory of a process that trains with either.
+For each model: median time of a step, of the same step under no_sync(), and their difference, which is what
+synchronisation costs. Then the cost of a gradient hook per parameter, and the peak memory of a process that
+trains with either.
 """
 
 import argparse
@@ -14,11 +16,10 @@ import statistics
 import tempfile
 import time
 
-import torch
-from torch import nn
-
 import cdist
+import torch
 from cdist.testing import run
+from torch import nn
 
 
 class Block(nn.Module):
@@ -135,7 +136,9 @@ def measure(rank, world, path, names, steps):
 
 
 def hook_cost(rank, world):
-    """Microseconds per parameter of 400 tiny parameters: backward with hooks minus backward of the bare module; one rank."""
+    """Microseconds per parameter of 400 tiny parameters: backward with hooks minus backward of the bare
+    module; one rank.
+    """
     torch.set_num_threads(1)
     parts = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(400)])
     module = nn.Module()
@@ -196,7 +199,8 @@ def main():
         }
     hooks = run(hook_cost, 1, timeout=60)[0]
     print(
-        f"{'model':12} {'params':>6} {'cdist step':>11} {'sync costs':>11} {'torch step':>11} {'sync costs':>11} {'ratio':>6}"
+        f"{'model':12} {'params':>6} {'cdist step':>11} {'sync costs':>11} {'torch step':>11} "
+        f"{'sync costs':>11} {'ratio':>6}"
     )
     for r in rows:
         print(
@@ -204,10 +208,12 @@ def main():
             f"{r['torch_step_ms']:8.2f} ms {r['torch_sync_ms']:8.2f} ms {r['ratio']:6.1f}"
         )
     print(
-        f"hook: {hooks['hook_us']:.2f} us per parameter ({hooks['ddp']:.2f} with, {hooks['bare']:.2f} without)"
+        f"hook: {hooks['hook_us']:.2f} us per parameter ({hooks['ddp']:.2f} with, {hooks['bare']:.2f} "
+        "without)"
     )
     print(
-        f"peak memory above the start, 64 MiB of gradients: cdist {peaks['cdist']:.0f} MiB, torch {peaks['torch']:.0f} MiB"
+        f"peak memory above the start, 64 MiB of gradients: cdist {peaks['cdist']:.0f} MiB, torch "
+        f"{peaks['torch']:.0f} MiB"
     )
     if options.json:
         with open(options.json, "w") as file:

@@ -41,13 +41,21 @@ class Rank:
         self.torch, self.dist, self.cdist, self.results, self.args = torch, dist, cdist, {}, args
         limit = timedelta(seconds=100)
         dist.init_process_group(
-            "nccl", init_method=f"tcp://127.0.0.1:{args.ports[0]}", rank=self.rank, world_size=self.world, timeout=limit,
+            "nccl",
+            init_method=f"tcp://127.0.0.1:{args.ports[0]}",
+            rank=self.rank,
+            world_size=self.world,
+            timeout=limit,
             device_id=torch.device("cuda", self.rank),
-        )  # fmt: skip
+        )
         cdist.init_process_group(
-            "cpu:gloo,cuda:nccl", init_method=f"tcp://127.0.0.1:{args.ports[1]}", rank=self.rank, world_size=self.world,
-            timeout=limit, device_id=self.rank,
-        )  # fmt: skip
+            "cpu:gloo,cuda:nccl",
+            init_method=f"tcp://127.0.0.1:{args.ports[1]}",
+            rank=self.rank,
+            world_size=self.world,
+            timeout=limit,
+            device_id=self.rank,
+        )
         self.raw = self.connect_raw()
 
     def connect_raw(self):
@@ -166,7 +174,7 @@ class Rank:
             del x, found
 
     def models(self):
-        """Name → (a function that makes the model, one that makes an input, one that gives the loss, steps)."""
+        """Name → (functions that make the model, make an input, and give the loss; steps)."""
         torch = self.torch
 
         def gpt2():
@@ -308,9 +316,12 @@ def rank_main(args):
     me = Rank(args)
     torch = me.torch
     me.results["about"] = {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "nccl": list(torch.cuda.nccl.version()),
-        "ranks": me.world, "raw": bool(me.raw),
-    }  # fmt: skip
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "nccl": list(torch.cuda.nccl.version()),
+        "ranks": me.world,
+        "raw": bool(me.raw),
+    }
     for part in args.only.split(","):
         try:
             getattr(me, part)()

@@ -1,5 +1,7 @@
 """A network in plain CuPy (NumPy where CuPy is not) on several ranks: one all_reduce averages the gradients.
 
+To run it:
+
     cdistrun --nproc-per-node 2 examples/cupy_mlp.py
 """
 

@@ -2,25 +2,27 @@
 
     cdistrun --nproc-per-node 2 examples/digits.py
 
-Every world size gives the same loss curve: the global batch is the same, and gradients are averaged over the ranks. Rank 0
-writes a checkpoint every few epochs; a run that finds one goes on from there.
+Every world size gives the same loss curve: the global batch is the same, and gradients are averaged over the
+ranks. Rank 0 writes a checkpoint every few epochs; a run that finds one goes on from there.
 """
 
 import argparse
 from pathlib import Path
 
+import cdist as dist
 import numpy as np
 from sklearn.datasets import load_digits
 from tqdm import tqdm
-
-import cdist as dist
 
 TRAINING_SAMPLES = 1500
 
 
 class Perceptron:
-    """64 pixels → hidden layers with ReLU → 10 classes. `backward` gives each gradient to its parameter as soon as it is known,
-    last layer first, so that its bucket travels while the layers before it are still computed."""
+    """64 pixels → hidden layers with ReLU → 10 classes.
+
+    `backward` gives each gradient to its parameter as soon as it is known, last layer first, so that its
+    bucket travels while the layers before it are still computed.
+    """
 
     def __init__(self, sizes=(64, 128, 64, 10), seed=0):
         random = np.random.default_rng(seed)
@@ -80,7 +82,8 @@ def load():
     digits = load_digits()
     order = np.random.default_rng(1).permutation(len(digits.target))
     images, labels = digits.data[order] / 16.0, digits.target[order]
-    return (images[:TRAINING_SAMPLES], labels[:TRAINING_SAMPLES]), (images[TRAINING_SAMPLES:], labels[TRAINING_SAMPLES:])
+    train, test = slice(TRAINING_SAMPLES), slice(TRAINING_SAMPLES, None)
+    return (images[train], labels[train]), (images[test], labels[test])
 
 
 def save(path, epoch, model, optimizer, losses):
@@ -106,7 +109,7 @@ def train_epoch(ddp, optimizer, images, labels, indices, options, rate):
     micro = options.batch // dist.get_world_size() // options.accumulate
     batches = np.split(indices, range(micro, len(indices), micro))
     losses = []
-    for chosen, last in ddp.accumulate(options.accumulate, batches):  # gradients travel in the last part of a step
+    for chosen, last in ddp.accumulate(options.accumulate, batches):  # gradients travel in a step's last part
         loss, gradient = cross_entropy(ddp(images[chosen]), labels[chosen])
         ddp.module.backward(gradient / options.accumulate)
         losses.append(loss)
@@ -121,7 +124,9 @@ def train_epoch(ddp, optimizer, images, labels, indices, options, rate):
 def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=60, help="samples of a step over all ranks (%(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=60, help="samples of a step over all ranks (%(default)s)"
+    )
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (%(default)s)")
     parser.add_argument("--rate", type=float, default=0.05, help="learning rate (%(default)s)")
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/digits.npz"))
@@ -134,7 +139,10 @@ def main(options):
     dist.init_process_group()
     rank, world = dist.get_rank(), dist.get_world_size()
     if options.batch % (world * options.accumulate):
-        raise SystemExit(f"--batch {options.batch} must be a multiple of ranks × --accumulate = {world * options.accumulate}")
+        raise SystemExit(
+            f"--batch {options.batch} must be a multiple of ranks × --accumulate = "
+            f"{world * options.accumulate}"
+        )
     (images, labels), (test_images, test_labels) = load()
     model = Perceptron()
     optimizer = Momentum((parameter for _, parameter in model.named_parameters()), options.rate)
@@ -159,7 +167,10 @@ def main(options):
     right = np.array([(ddp(test_images[mine]).argmax(axis=1) == test_labels[mine]).sum()])
     dist.all_reduce(right)
     if rank == 0:
-        print(f"test accuracy: {right[0] / len(test_labels):.2%} ({right[0]} of {len(test_labels)} images, {world} ranks)")
+        print(
+            f"test accuracy: {right[0] / len(test_labels):.2%} ({right[0]} of {len(test_labels)} images, "
+            f"{world} ranks)"
+        )
     dist.destroy_process_group()
     return losses
 

@@ -1,4 +1,6 @@
-"""The fake driver and the fake NCCL for Python tests: where they are built, and arrays in the fake GPU's memory."""
+"""The fake driver and the fake NCCL for Python tests: where they are built, and arrays in the fake GPU's
+memory.
+"""
 
 import ctypes
 import math

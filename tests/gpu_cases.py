@@ -1,11 +1,12 @@
 """Bodies of the GPU tests, for any array module: real ones (torch, CuPy) and a fake one over the fake driver.
 
-A module offers ``put(numpy array)`` → GPU array, ``get(GPU array)`` → numpy array (both in order with the current stream),
-``view(array, index)`` → a view, ``name``.
+A module offers ``put(numpy array)`` → GPU array, ``get(GPU array)`` → numpy array (both in order with the
+current stream), ``view(array, index)`` → a view, ``name``.
 """
 
 import cdist
 import numpy as np
+import pytest
 from cdist import ReduceOp
 
 DTYPES = ["float32", "float64", "float16", "int32", "int64", "uint8", "int8"]
@@ -140,12 +141,8 @@ def subgroups(xp, rank, world):
 def refusals(xp, rank, world):
     x = xp.put(np.ones(4, "int16"))
     for op in (ReduceOp.SUM, ReduceOp.BAND):
-        try:
+        with pytest.raises(TypeError, match="NCCL"):
             cdist.all_reduce(x, op=op)
-        except TypeError as error:
-            assert "NCCL" in str(error), error
-        else:
-            raise AssertionError("int16 was reduced")
     y = xp.put(np.ones(4, "float32"))
     cdist.all_reduce(y)
     equal("after refusals", xp.get(y), np.full(4, world, "float32"))

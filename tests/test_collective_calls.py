@@ -216,6 +216,7 @@ def test_blocks_of_other_sizes_raise_on_all_ranks(name, transport):
 
 def test_mismatch_text_shows_both_sides():
     """K04."""
+
     def body(rank, world):
         with pytest.raises(errors.MismatchError) as caught:
             cdist.all_reduce(np.ones(3, "f8" if rank == 2 else "f4"))

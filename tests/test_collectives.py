@@ -321,6 +321,7 @@ def test_every_type_of_numpy_can_be_broadcast(transport):
 
 def test_supports_agrees_with_the_calls():
     """K71."""
+
     def body(rank, world):
         wrong = []
         for name in NUMBERS:

@@ -1,4 +1,4 @@
-"""Our own words for the binary interfaces of the CUDA driver and of NCCL, compiled beside the real headers."""
+"""Our words for the binary interfaces of the CUDA driver and of NCCL, compiled beside the real headers."""
 
 import importlib.util
 import os
@@ -13,8 +13,10 @@ ROOT = Path(__file__).parent.parent
 TOOLKITS = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), "/usr/local/cuda"]
 
 DRIVER_VALUES = """
-CUDA_SUCCESS CD_CU_SUCCESS / CUDA_ERROR_INVALID_VALUE CD_CU_INVALID_VALUE / CUDA_ERROR_OUT_OF_MEMORY CD_CU_OUT_OF_MEMORY
-CUDA_ERROR_DEINITIALIZED CD_CU_DEINITIALIZED / CUDA_ERROR_NO_DEVICE CD_CU_NO_DEVICE / CUDA_ERROR_NOT_READY CD_CU_NOT_READY
+CUDA_SUCCESS CD_CU_SUCCESS / CUDA_ERROR_INVALID_VALUE CD_CU_INVALID_VALUE
+CUDA_ERROR_OUT_OF_MEMORY CD_CU_OUT_OF_MEMORY
+CUDA_ERROR_DEINITIALIZED CD_CU_DEINITIALIZED / CUDA_ERROR_NO_DEVICE CD_CU_NO_DEVICE
+CUDA_ERROR_NOT_READY CD_CU_NOT_READY
 CUDA_ERROR_NOT_SUPPORTED CD_CU_NOT_SUPPORTED / CU_STREAM_NON_BLOCKING CD_CU_STREAM_NON_BLOCKING
 CU_EVENT_DISABLE_TIMING CD_CU_EVENT_DISABLE_TIMING / CU_STREAM_CAPTURE_STATUS_NONE CD_CU_CAPTURE_NONE
 CU_STREAM_CAPTURE_MODE_RELAXED CD_CU_CAPTURE_MODE_RELAXED / CU_MEMORYTYPE_DEVICE CD_CU_MEMORY_DEVICE
@@ -23,27 +25,83 @@ CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT CD_CU_DEVICE_MULTIPROCESSORS
 CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR CD_CU_DEVICE_MAJOR
 CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR CD_CU_DEVICE_MINOR
 CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED CD_CU_DEVICE_MEMORY_POOLS
-sizeof(CUresult) sizeof(cd_cu_result) / sizeof(CUdevice) sizeof(cd_cu_device) / sizeof(CUdeviceptr) sizeof(cd_cu_address)
-sizeof(CUuuid) sizeof(cd_cu_uuid) / sizeof(CUDA_MEMCPY2D) sizeof(cd_cu_copy_2d) / sizeof(CUstream) sizeof(cd_cu_stream)
+sizeof(CUresult) sizeof(cd_cu_result) / sizeof(CUdevice) sizeof(cd_cu_device)
+sizeof(CUdeviceptr) sizeof(cd_cu_address)
+sizeof(CUuuid) sizeof(cd_cu_uuid) / sizeof(CUDA_MEMCPY2D) sizeof(cd_cu_copy_2d)
+sizeof(CUstream) sizeof(cd_cu_stream)
 """
-COPY_FIELDS = """srcXInBytes from_x_bytes srcY from_y srcMemoryType from_type srcHost from_host srcDevice from_device
-srcArray from_array srcPitch from_pitch dstXInBytes to_x_bytes dstY to_y dstMemoryType to_type dstHost to_host
-dstDevice to_device dstArray to_array dstPitch to_pitch WidthInBytes width_bytes Height height""".split()
+COPY_FIELDS = [
+    "srcXInBytes",
+    "from_x_bytes",
+    "srcY",
+    "from_y",
+    "srcMemoryType",
+    "from_type",
+    "srcHost",
+    "from_host",
+    "srcDevice",
+    "from_device",
+    "srcArray",
+    "from_array",
+    "srcPitch",
+    "from_pitch",
+    "dstXInBytes",
+    "to_x_bytes",
+    "dstY",
+    "to_y",
+    "dstMemoryType",
+    "to_type",
+    "dstHost",
+    "to_host",
+    "dstDevice",
+    "to_device",
+    "dstArray",
+    "to_array",
+    "dstPitch",
+    "to_pitch",
+    "WidthInBytes",
+    "width_bytes",
+    "Height",
+    "height",
+]
 
 NCCL_VALUES = """
-ncclSuccess CD_NCCL_SUCCESS / ncclInvalidArgument CD_NCCL_INVALID_ARGUMENT / ncclRemoteError CD_NCCL_REMOTE_ERROR
+ncclSuccess CD_NCCL_SUCCESS / ncclInvalidArgument CD_NCCL_INVALID_ARGUMENT
+ncclRemoteError CD_NCCL_REMOTE_ERROR
 ncclInProgress CD_NCCL_IN_PROGRESS / ncclInt8 CD_NCCL_INT8 / ncclUint8 CD_NCCL_UINT8 / ncclInt32 CD_NCCL_INT32
 ncclUint32 CD_NCCL_UINT32 / ncclInt64 CD_NCCL_INT64 / ncclUint64 CD_NCCL_UINT64 / ncclFloat16 CD_NCCL_FLOAT16
 ncclFloat32 CD_NCCL_FLOAT32 / ncclFloat64 CD_NCCL_FLOAT64 / ncclBfloat16 CD_NCCL_BFLOAT16
-ncclFloat8e4m3 CD_NCCL_FLOAT8_E4M3 / ncclFloat8e5m2 CD_NCCL_FLOAT8_E5M2 / ncclSum CD_NCCL_SUM / ncclProd CD_NCCL_PROD
+ncclFloat8e4m3 CD_NCCL_FLOAT8_E4M3 / ncclFloat8e5m2 CD_NCCL_FLOAT8_E5M2 / ncclSum CD_NCCL_SUM
+ncclProd CD_NCCL_PROD
 ncclMax CD_NCCL_MAX / ncclMin CD_NCCL_MIN / ncclAvg CD_NCCL_AVG / ncclScalarHostImmediate CD_NCCL_SCALAR_HOST
 NCCL_SPLIT_NOCOLOR CD_NCCL_NO_COLOR / NCCL_API_MAGIC CD_NCCL_MAGIC / NCCL_CONFIG_UNDEF_INT CD_NCCL_UNSET
-NCCL_VERSION(2,18,0) CD_NCCL_LEAST / sizeof(ncclUniqueId) sizeof(cd_nccl_id) / sizeof(ncclResult_t) sizeof(cd_nccl_result)
+NCCL_VERSION(2,18,0) CD_NCCL_LEAST / sizeof(ncclUniqueId) sizeof(cd_nccl_id)
+sizeof(ncclResult_t) sizeof(cd_nccl_result)
 sizeof(ncclDataType_t) sizeof(cd_nccl_type) / sizeof(ncclRedOp_t) sizeof(cd_nccl_redop)
 sizeof(ncclComm_t) sizeof(cd_nccl_comm)
 """
-CONFIG_FIELDS = """size size magic magic version version blocking blocking cgaClusterSize cga_cluster minCTAs ctas_least
-maxCTAs ctas_most netName net_name splitShare split_share trafficClass traffic_class""".split()
+CONFIG_FIELDS = [
+    "size",
+    "size",
+    "magic",
+    "magic",
+    "version",
+    "version",
+    "blocking",
+    "blocking",
+    "cgaClusterSize",
+    "cga_cluster",
+    "minCTAs",
+    "ctas_least",
+    "maxCTAs",
+    "ctas_most",
+    "netName",
+    "net_name",
+    "splitShare",
+    "split_share",
+    "trafficClass",
+    "traffic_class",
+]
 
 
 def toolkit_include():
@@ -93,9 +151,11 @@ def check(folder, includes, headers, values, structs, names):
     source = folder / "abi.c"
     source.write_text(
         "\n".join(f"#include {header}" for header in headers)
-        + "\n#include <stddef.h>\n#include <string.h>\n#include <stdio.h>\n#define TEXT_(x) #x\n#define TEXT(x) TEXT_(x)\n"
+        + "\n#include <stddef.h>\n#include <string.h>\n#include <stdio.h>\n"
+        + "#define TEXT_(x) #x\n#define TEXT(x) TEXT_(x)\n"
         + "\n".join(asserts)
-        + f"\nvoid declared(void);\nint main(void) {{ static const char *const rows[][2] = {{{rows}}}; int wrong = 0;\n"
+        + "\nvoid declared(void);\nint main(void) { "
+        + f"static const char *const rows[][2] = {{{rows}}}; int wrong = 0;\n"
         + "for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) if (strcmp(rows[i][0], rows[i][1]) != 0)"
         + ' { printf("%s is %s\\n", rows[i][1], rows[i][0]); wrong = 1; }\nreturn wrong; }\n'
     )

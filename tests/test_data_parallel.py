@@ -1,9 +1,8 @@
 """DataParallel: replicas of one process."""
 
+import cdist
 import numpy as np
 import pytest
-
-import cdist
 from cdist.parallel.data_parallel import gather, scatter
 
 

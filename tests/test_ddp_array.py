@@ -1,4 +1,6 @@
-"""DistributedDataParallel over array modules: cdist.Parameter, other parameter classes, and everything around a step."""
+"""DistributedDataParallel over array modules: cdist.Parameter, other parameter classes, and everything around
+a step.
+"""
 
 import cdist
 import numpy as np
@@ -15,7 +17,7 @@ class Net:
     def __init__(self, seed, sizes=(6, 8, 5, 3), dtype=np.float64, frozen=()):
         rng = np.random.default_rng(seed)
         self.layers = []
-        for number, (i, o) in enumerate(zip(sizes, sizes[1:])):
+        for number, (i, o) in enumerate(zip(sizes, sizes[1:], strict=False)):
             w = cdist.Parameter(rng.normal(size=(i, o)).astype(dtype))
             b = cdist.Parameter(rng.normal(size=o).astype(dtype))
             w.requires_grad = f"{number}.w" not in frozen
@@ -44,7 +46,7 @@ class Net:
     def backward(self, target):
         g = 2 * (self.out - target) / len(target) / target.shape[1]
         out = self.out
-        for (w, b), x in zip(self.layers[::-1], self.inputs[::-1]):
+        for (w, b), x in zip(self.layers[::-1], self.inputs[::-1], strict=True):
             g = g * (1 - out**2)
             b.accumulate_grad(g.sum(0))
             if w.requires_grad:
@@ -99,7 +101,7 @@ def test_equals_training_on_the_whole_batch(world, cap):
     outcomes = run(body, world)
     for outcome in outcomes:
         assert_equal(outcome, train_alone(data))
-        assert all((a == b).all() for a, b in zip(outcome, outcomes[0]))
+        assert all((a == b).all() for a, b in zip(outcome, outcomes[0], strict=True))
 
 
 def test_buckets_are_replanned_by_readiness():
@@ -121,7 +123,8 @@ def test_buckets_are_replanned_by_readiness():
         return before, ddp._sync.bucket_of, ddp._sync.reducer.launched[0]
 
     for before, after, launched in run(body, 2):
-        assert before == [2, 1, 0] and after == [0, 1, 0]
+        assert before == [2, 1, 0]
+        assert after == [0, 1, 0]
         assert launched == 4  # two steps since the new plan
 
 
@@ -181,6 +184,7 @@ def test_no_sync_and_accumulation():
 
 def test_accumulate_synchronises_the_last_micro_batch():
     """K142: the helper synchronises the last micro-batch: 5.5 on both ranks."""
+
     def body(rank, world):
         p = cdist.Parameter(np.zeros(1))
 
@@ -208,6 +212,7 @@ def test_accumulate_synchronises_the_last_micro_batch():
 
 def test_stepping_on_unsynced_gradients_raises_when_debugging():
     """K142: in debug mode a step on gradients that were not synchronised raises."""
+
     def body(rank, world):
         ddp = cdist.DistributedDataParallel(Net(0))
         x, y = batches(1, 4)[0]
@@ -225,6 +230,7 @@ def test_stepping_on_unsynced_gradients_raises_when_debugging():
 
 def test_no_sync_of_many_modules():
     """K143: no_sync of several modules covers all of them."""
+
     def body(rank, world):
         nets = [cdist.DistributedDataParallel(Net(0)) for _ in range(2)]
         x, y = batches(1, 4)[0]
@@ -247,11 +253,15 @@ def test_reading_a_gradient_waits_for_it():
         return w.grad.copy(), b.grad.copy()
 
     first, second = run(body, 2)
-    assert (first[0] == second[0]).all() and (first[1] == second[1]).all()
+    assert (first[0] == second[0]).all()
+    assert (first[1] == second[1]).all()
 
 
 def test_missing_gradient_is_named_on_every_rank():
-    """K139: a gradient that does not come is zeros where that is allowed, otherwise an error on every rank that names it."""
+    """K139: a gradient that does not come is zeros where that is allowed, otherwise an error on every rank
+    that names it.
+    """
+
     def body(rank, world, loose):
         names = ("a", "b", "c")
         ps = {name: cdist.Parameter(np.zeros(4)) for name in names}
@@ -268,7 +278,7 @@ def test_missing_gradient_is_named_on_every_rank():
         if loose:
             return ps["b"].grad.tolist(), ps["c"].grad
         with pytest.raises(RuntimeError, match="'b'") as caught:
-            ps["a"].grad
+            _ = ps["a"].grad
         ddp.zero_grad()
         for p in ps.values():
             p.accumulate_grad(np.full(4, rank + 1.0))
@@ -278,11 +288,13 @@ def test_missing_gradient_is_named_on_every_rank():
     assert run(body, 2, True) == [([0.5] * 4, None)] * 2
     texts = run(body, 2, False)
     assert texts[0] == texts[1]
-    assert "for rank 0: 2 ('c')" in texts[0] and "for rank 1: 1 2 ('b', 'c')" in texts[0]
+    assert "for rank 0: 2 ('c')" in texts[0]
+    assert "for rank 1: 1 2 ('b', 'c')" in texts[0]
 
 
 def test_tied_parameters_and_marking_twice():
-    """K140: an array under two names is reduced once; marking twice names it, and static_graph counts uses."""
+    """K140: an array under two names is reduced once; marking twice names it; static_graph counts uses."""
+
     def body(rank, world):
         w = cdist.Parameter(np.zeros(3))
         v = cdist.Parameter(np.zeros(3))
@@ -307,7 +319,7 @@ def test_tied_parameters_and_marking_twice():
         static = cdist.DistributedDataParallel(
             type("M", (), {"named_parameters": lambda self: [("u", u), ("x", x)]})(), static_graph=True
         )
-        for step in range(3):
+        for _ in range(3):
             static.zero_grad()
             u.accumulate_grad(np.ones(3))
             x.accumulate_grad(np.ones(3))
@@ -350,13 +362,16 @@ def test_modes():
     for grads in run(body, 2, "weights"):
         assert_equal(grads, alone(slice(0, 8)))
     for grads in run(body, 2, "sum"):
-        assert_equal(grads, [a + b for a, b in zip(one, two)])
+        assert_equal(grads, [a + b for a, b in zip(one, two, strict=True)])
     for grads in run(body, 2, "mean"):
-        assert_equal(grads, [(a + b) / 2 for a, b in zip(one, two)])
+        assert_equal(grads, [(a + b) / 2 for a, b in zip(one, two, strict=True)])
 
 
 def test_frozen_models():
-    """K154: a model without trainable parameters sends nothing; if only one rank froze its own, all raise with a diff."""
+    """K154: a model without trainable parameters sends nothing; if only one rank froze its own, all raise
+    with a diff.
+    """
+
     def body(rank, world):
         names = [name for name, _ in Net(0).named_parameters()]
 
@@ -369,17 +384,21 @@ def test_frozen_models():
         ddp = cdist.DistributedDataParallel(make(True))
         ddp(np.ones((2, 6)))
         ddp.synchronize()
-        assert ddp._sync.reducer.launched == (0, 0) and len(names) == 6
+        assert ddp._sync.reducer.launched == (0, 0)
+        assert len(names) == 6
         with pytest.raises(RuntimeError, match="frozen") as caught:
             cdist.DistributedDataParallel(make(rank == 0))
         return str(caught.value)
 
     for text in run(body, 2):
-        assert "'0.w'" in text and "rank 1" in text
+        assert "'0.w'" in text
+        assert "rank 1" in text
 
 
 def test_set_trainable():
-    """K155: freezing between steps equals one process; ranks that freeze different parameters raise, naming them."""
+    """K155: freezing between steps equals one process; ranks that freeze different parameters raise, naming
+    them.
+    """
     data = batches(6, 8)
 
     def reference():
@@ -419,6 +438,7 @@ def test_set_trainable():
 
 def test_buffers():
     """K148, K149: buffers are looked up anew, written only where they differ, and on request out of place."""
+
     def body(rank, world):
         net = Net(rank + 7)
         ddp = cdist.DistributedDataParallel(net)
@@ -429,7 +449,8 @@ def test_buffers():
         net.count[0] = rank
         old = net.count
         ddp.broadcast_buffers(average=True, copy=True)
-        assert old[0] == rank and net.count[0] == 0.5
+        assert old[0] == rank
+        assert net.count[0] == 0.5
         old = net.count
         ddp.broadcast_buffers(copy=True)
         assert net.count is old
@@ -448,6 +469,7 @@ def test_buffers():
 
 def test_subgroup_starts_from_its_first_rank():
     """K113."""
+
     def body(rank, world):
         group = cdist.new_group([2, 3])
         if rank < 2:
@@ -479,7 +501,8 @@ def test_models_that_differ():
         return said
 
     for said in run(body, 2):
-        assert "(6, 4)" in said[0] and "(6, 5)" in said[0]
+        assert "(6, 4)" in said[0]
+        assert "(6, 5)" in said[0]
         assert (
             "Rank 0 has 2 params, while rank 1 has inconsistent 4 params" in said[1]
             or "Rank 1 has 4 params" in said[1]
@@ -527,7 +550,8 @@ def test_wrong_use():
         p.accumulate_grad(np.zeros(3))
     p.grad = np.ones((2, 2))
     p.accumulate_grad(np.ones((2, 2)))
-    assert (p.grad == 2).all() and "float64 (2, 2)" in repr(p)
+    assert (p.grad == 2).all()
+    assert "float64 (2, 2)" in repr(p)
 
     def body(rank, world):
         net = Net(0)
@@ -564,8 +588,8 @@ def test_join_equals_one_process(by_all):
                 net(x)
                 net.backward(y)
                 mine = [p.grad for _, p in net.named_parameters()]
-                grads = mine if grads is None else [a + b for a, b in zip(grads, mine)]
-            for (_, p), g in zip(net.named_parameters(), grads):
+                grads = mine if grads is None else [a + b for a, b in zip(grads, mine, strict=True)]
+            for (_, p), g in zip(net.named_parameters(), grads, strict=True):
                 p.data -= 0.1 * g / (2 if by_all else len(active))
         return [p.data for _, p in net.named_parameters()]
 
@@ -585,6 +609,7 @@ def test_join_equals_one_process(by_all):
 
 def test_join_divides_by_active_or_initial_ranks():
     """K152: one of four ranks leaves: gradients of ones are 1 or 0.75."""
+
     def body(rank, world, by_all):
         p = cdist.Parameter(np.zeros(2))
         module = type("M", (), {"named_parameters": lambda self: [("p", p)], "__call__": lambda self: None})()
@@ -605,13 +630,17 @@ def test_join_divides_by_active_or_initial_ranks():
 def test_join_can_throw():
     def body(rank, world):
         ddp = cdist.DistributedDataParallel(Net(0))
-        with pytest.raises(RuntimeError) as caught:
+
+        def train():
             with ddp.join(throw_on_early_termination=True):
                 for x, y in batches(2 + rank, 4):
                     ddp(x)
                     ddp.zero_grad()
                     ddp.module.backward(y)
                     descend(ddp)
+
+        with pytest.raises(RuntimeError) as caught:
+            train()
         return str(caught.value)
 
     first, second = run(body, 2)

@@ -1,4 +1,6 @@
-"""Quantization, batched PowerSGD and post-local SGD against torch's hooks; hooks for buffers; times of a step."""
+"""Quantization, batched PowerSGD and post-local SGD against torch's hooks; hooks for buffers; times of a
+step.
+"""
 
 import importlib
 
@@ -34,7 +36,9 @@ def train_small(ddp, rank, world, steps=5):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["pertensor", "perchannel"])
 def test_quantization_equals_torch(kind, world):
-    """With torch's observers and its arithmetic: its hooks themselves take Gloo's futures for NCCL's and fail on the CPU."""
+    """With torch's observers and its arithmetic: its hooks themselves take Gloo's futures for NCCL's and fail
+    on the CPU.
+    """
 
     def reference(gradients):
         torchs = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks")
@@ -73,7 +77,9 @@ def test_quantization_equals_torch(kind, world):
 
 
 def test_quantization_is_near_the_mean():
-    """8 bits over the range of each 512 elements: an error of at most half a level a rank, and gradients of zero stay zero."""
+    """8 bits over the range of each 512 elements: an error of at most half a level a rank, and gradients of
+    zero stay zero.
+    """
 
     def body(rank, world):
         from cdist.algorithms.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook
@@ -98,7 +104,9 @@ def test_quantization_is_near_the_mean():
 @pytest.mark.parametrize("rank_of_approximation", [1, 3])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_batched_power_sgd_equals_torch(feedback, rank_of_approximation):
-    """A bucket that is a square matrix: torch's plain hook does the same with it (its batched one asserts 3-D matrices and fails)."""
+    """A bucket that is a square matrix: torch's plain hook does the same with it (its batched one asserts 3-D
+    matrices and fails).
+    """
 
     def build():
         torch.manual_seed(0)
@@ -107,9 +115,15 @@ def test_batched_power_sgd_equals_torch(feedback, rank_of_approximation):
     def train(ddp, rank, world, package):
         power = hooks(package, "powerSGD_hook")
         state = power.PowerSGDState(
-            None, rank_of_approximation, start_powerSGD_iter=2, use_error_feedback=feedback, warm_start=feedback
+            None,
+            rank_of_approximation,
+            start_powerSGD_iter=2,
+            use_error_feedback=feedback,
+            warm_start=feedback,
         )
-        ddp.register_comm_hook(state, power.batched_powerSGD_hook if package is cdist else power.powerSGD_hook)
+        ddp.register_comm_hook(
+            state, power.batched_powerSGD_hook if package is cdist else power.powerSGD_hook
+        )
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
         for batch in batches(6, 8, (32,), 32):
             x, y = shard(batch, rank, world)
@@ -142,7 +156,9 @@ def test_batched_power_sgd_pads_a_bucket():
 
 
 def test_power_sgd_of_a_model_equals_torch():
-    """Several matrices and vectors in one bucket, which lie in it in the order in which torch has them after its new plan."""
+    """Several matrices and vectors in one bucket, which lie in it in the order in which torch has them after
+    its new plan.
+    """
 
     def train(ddp, rank, world, package):
         power = hooks(package, "powerSGD_hook")
@@ -164,7 +180,9 @@ def test_power_sgd_of_a_model_equals_torch():
 
 @pytest.mark.parametrize("reduces", [True, False])
 def test_post_local_sgd_equals_torch(reduces):
-    """Four ranks in two subgroups: models of a subgroup stay equal, models of two drift apart after the start."""
+    """Four ranks in two subgroups: models of a subgroup stay equal, models of two drift apart after the
+    start.
+    """
 
     def train(ddp, rank, world, package):
         post = hooks(package, "post_localSGD_hook")
@@ -198,7 +216,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("location", ["PRE_FORWARD", "POST_FORWARD"])
 def test_buffer_hook_equals_torch(location):
-    """A hook that averages buffers, called where torch calls it; the end of backward waits for its futures."""
+    """A hook that averages buffers, called where torch does; the end of backward waits for its futures."""
 
     def train(ddp, rank, world, package):
         from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -303,7 +321,9 @@ def test_torch_gives_these_times_too():
 
 
 def test_views_hold_gradients_once():
-    """K145: with gradients as views of buckets memory holds them once, also when grads are replaced by fresh tensors each step."""
+    """K145: with gradients as views of buckets memory holds them once, also when grads are replaced by fresh
+    tensors each step.
+    """
 
     def body(rank, world, views):
         ddp = cdist.DistributedDataParallel(small(), gradient_as_bucket_view=views)
@@ -313,7 +333,9 @@ def test_views_hold_gradients_once():
                 p.grad = None if step % 2 else torch.zeros_like(p)
             ddp(x).sum().backward()
         held = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in ddp._bucket_tensors}
-        held |= {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in ddp.parameters()}
+        held |= {
+            p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in ddp.parameters()
+        }
         return sum(held.values()), [p.grad.numpy().copy() for p in ddp.parameters()]
 
     apart, together = run(body, 2, False), run(body, 2, True)
@@ -325,7 +347,9 @@ def test_views_hold_gradients_once():
 
 
 def test_strides_of_dimensions_of_size_one_do_not_matter():
-    """K146: a gradient of shape (8, 4, 1, 1) in channels-last strides lies in its bucket without a copy and without a warning."""
+    """K146: a gradient of shape (8, 4, 1, 1) in channels-last strides lies in its bucket without a copy and
+    without a warning.
+    """
     import warnings
 
     def body(rank, world):

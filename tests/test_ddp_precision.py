@@ -1,4 +1,6 @@
-"""mixed_precision=, autocast with GradScaler, activation checkpointing and gradients of gradients under DistributedDataParallel."""
+"""mixed_precision=, autocast with GradScaler, activation checkpointing and gradients of gradients under
+DistributedDataParallel.
+"""
 
 import copy
 import warnings
@@ -20,7 +22,9 @@ BF16 = torch.bfloat16
 
 
 def by_hand(world, config, steps=3, tied=False):
-    """What mixed precision means: gradients of a low precision copy, averaged in reduce_dtype, applied to the masters."""
+    """What mixed precision means: gradients of a low precision copy, averaged in reduce_dtype, applied to the
+    masters.
+    """
     master = small()
     optimizer = torch.optim.SGD(master.parameters(), lr=0.05)
     for batch in vectors(steps, 8):
@@ -46,7 +50,9 @@ def test_mixed_precision_is_that_of_low_precision_copies(world, reduce_dtype, vi
     def body(rank, world):
         seen = []
         module = small(rank)
-        module.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, m[0].weight.dtype, out.dtype)))
+        module.register_forward_hook(
+            lambda m, args, out: seen.append((args[0].dtype, m[0].weight.dtype, out.dtype))
+        )
         ddp = cdist.DistributedDataParallel(module, mixed_precision=config, gradient_as_bucket_view=views)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         for batch in vectors(3, 8):
@@ -112,7 +118,9 @@ def test_mixed_precision_with_checkpoints_buffers_unused_and_frozen_parameters()
 
     def body(rank, world, reentrant):
         config = MixedPrecision(BF16, torch.float32, BF16)
-        ddp = cdist.DistributedDataParallel(Deep(), mixed_precision=config, find_unused_parameters=not reentrant)
+        ddp = cdist.DistributedDataParallel(
+            Deep(), mixed_precision=config, find_unused_parameters=not reentrant
+        )
         if reentrant:
             for p in ddp.module.spare.parameters():
                 p.requires_grad_(False)
@@ -124,8 +132,8 @@ def test_mixed_precision_with_checkpoints_buffers_unused_and_frozen_parameters()
             ddp(torch.full((2, 6), rank + 1.0, requires_grad=True), reentrant).float().sum().backward()
         assert {p.dtype for p in ddp.parameters()} == {torch.float32}
         assert ddp.module.spare.weight.grad is None
+        ddp.module.register_forward_pre_hook(lambda m, args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            ddp.module.register_forward_pre_hook(lambda m, args: 1 / 0)
             ddp(torch.ones(2, 6), reentrant)
         assert {p.dtype for p in ddp.parameters()} == {torch.float32}
         return [p.grad.numpy() for p in ddp.parameters() if p.grad is not None]
@@ -189,7 +197,9 @@ def test_checkpointed_layers_equal_torch(world, reentrant):
 
 
 def test_autocast_and_grad_scaler_skip_a_step_on_all_ranks():
-    """An overflow on one rank is in the mean, so that every rank's scaler skips the step and halves its scale."""
+    """An overflow on one rank is in the mean, so that every rank's scaler skips the step and halves its
+    scale.
+    """
 
     def train(ddp, rank, world, package):
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
@@ -256,6 +266,8 @@ def test_create_graph_warns_once():
             for _ in range(2):
                 ddp.zero_grad()
                 ddp(torch.ones(2, 6)).square().sum().backward(create_graph=True)
-        return [str(w.message) for w in caught if "gradients of gradients are not synchronised" in str(w.message)]
+        return [
+            str(w.message) for w in caught if "gradients of gradients are not synchronised" in str(w.message)
+        ]
 
     assert [len(said) for said in run(body, 2)] == [1, 1]

@@ -389,7 +389,7 @@ def test_the_out_of_memory_killer_is_named(launcher):
     if folder is None:
         pytest.skip("no memory cgroup (version 1) can be made here; test_memory_watch reads both kinds")
     script = launcher.script("if rank == 1:\n    x = bytearray(800 << 20)\ntime.sleep(600)")
-    join = f"echo $$ > {folder}/cgroup.procs && exec \"$@\""
+    join = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
     try:
         command = ["sh", "-c", join, "sh", sys.executable, "-m", "cdist.run", PER_NODE, "2", str(script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)

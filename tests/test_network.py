@@ -136,9 +136,7 @@ def _claims(index, size, port, ranks, sizes):
     store = TCPStore("127.0.0.1", port, None, False, 10)
     start = time.monotonic()
     try:
-        cdist.init_process_group(
-            "gloo", store=store, rank=ranks[index], world_size=sizes[index], timeout=1.5
-        )
+        cdist.init_process_group("gloo", store=store, rank=ranks[index], world_size=sizes[index], timeout=1.5)
     except (errors.DistError, ValueError) as error:
         assert time.monotonic() - start < 10
         return type(error).__name__, str(error)

@@ -1,4 +1,6 @@
-"""The gradient reducer: buckets, steps, errors (cdist._core.Reducer), and bare gradients (cdist.GradientReducer)."""
+"""The gradient reducer: buckets, steps, errors (cdist._core.Reducer), and bare gradients
+(cdist.GradientReducer).
+"""
 
 import gc
 import weakref
@@ -15,7 +17,10 @@ WORLDS = [1, 2, 3, 4]
 def views_of(reducer, shapes, dtype=np.float32):
     buckets = [reducer.bucket(k) for k in range(reducer.buckets)]
     places = [reducer.place(i) for i in range(len(shapes))]
-    return [np.ndarray(shape, dtype, buffer=buckets[k], offset=at) for shape, (k, at) in zip(shapes, places)]
+    return [
+        np.ndarray(shape, dtype, buffer=buckets[k], offset=at)
+        for shape, (k, at) in zip(shapes, places, strict=True)
+    ]
 
 
 def make(shapes, bucket_of, mode="mean"):
@@ -30,7 +35,7 @@ def test_assignment_is_torchs():
     order = [20, 21] + list(range(19, -1, -1))
     buckets = _core.assign_buckets(counts, ["float32"] * 22, [1 << 20, 25 << 20], order)
     sizes = [0] * 3
-    for count, bucket in zip(counts, buckets):
+    for count, bucket in zip(counts, buckets, strict=True):
         sizes[bucket] += 4 * count
     assert sizes == [4012000, 28028000, 8008000]
 
@@ -129,7 +134,8 @@ def test_missing_gradient_fails_everywhere_and_the_group_lives_on():
         for i in range(3):
             views[i][...] = 1
             reducer.ready(i)
-        assert reducer.finish(False) and (views[1] == 1).all()
+        assert reducer.finish(False)
+        assert (views[1] == 1).all()
         return table.tolist()
 
     for table in run(body, 3):
@@ -196,8 +202,12 @@ def test_nests_come_back_as_they_were(world):
         w = grads["a"].w
         out = reducer.reduce(grads)
         mean = (world - 1) / 2
-        assert list(out) == ["a", "b"] and isinstance(out["a"], Pair) and isinstance(out["b"][1], tuple)
-        assert out["a"].w is w and w[0] == mean and out["a"].b == np.float32(mean)
+        assert list(out) == ["a", "b"]
+        assert isinstance(out["a"], Pair)
+        assert isinstance(out["b"][1], tuple)
+        assert out["a"].w is w
+        assert w[0] == mean
+        assert out["a"].b == np.float32(mean)
         np.testing.assert_array_equal(out["b"][1][0], np.full((2, 2), 2 * mean))
 
     run(body, world)
@@ -210,8 +220,10 @@ def test_read_only_and_strided_leaves():
         frozen.flags.writeable = False
         strided = np.full((2, 3), float(rank)).T
         out = reducer.reduce([frozen, strided])
-        assert (frozen == rank).all() and (out[0] == 0.5).all()
-        assert out[1] is strided and (strided == 0.5).all()
+        assert (frozen == rank).all()
+        assert (out[0] == 0.5).all()
+        assert out[1] is strided
+        assert (strided == 0.5).all()
 
     run(body, 2)
 
@@ -261,14 +273,16 @@ def test_missing_leaf():
         grads = {"a": np.ones(2), "b": None if rank == 1 else np.ones(2), "c": None}
         loose = cdist.GradientReducer(params, find_unused_parameters=True)
         out = loose.reduce(grads)
-        assert (out["b"] == 0.5).all() and out["c"] is None
+        assert (out["b"] == 0.5).all()
+        assert out["c"] is None
         strict = cdist.GradientReducer(params)
         with pytest.raises(RuntimeError, match="'b'") as caught:
             strict.reduce({**grads, "c": np.ones(2)})
         return str(caught.value)
 
     for text in run(body, 2):
-        assert "did not receive grad for rank 1" in text and "rank 0" not in text
+        assert "did not receive grad for rank 1" in text
+        assert "rank 0" not in text
 
 
 def test_differences_raise_on_every_rank():
@@ -287,10 +301,14 @@ def test_differences_raise_on_every_rank():
         return said
 
     for rank, said in enumerate(run(body, 3)):
-        assert "(3,)" in said[0] and "rank 2" in said[0]
-        assert "'a'" in said[1] and "'b'" in said[1]
-        assert "params, while rank" in said[2] and f"Rank {rank} has {1 + rank // 2} params" in said[2]
-        assert "float32" in said[3] and "rank 1" in said[3]
+        assert "(3,)" in said[0]
+        assert "rank 2" in said[0]
+        assert "'a'" in said[1]
+        assert "'b'" in said[1]
+        assert "params, while rank" in said[2]
+        assert f"Rank {rank} has {1 + rank // 2} params" in said[2]
+        assert "float32" in said[3]
+        assert "rank 1" in said[3]
 
 
 def test_wrong_gradients_are_refused_locally():

@@ -40,7 +40,7 @@ def shards(dataset, replicas, **kw):
 def test_permutation_vectors(n, seed, first, crc):
     out = DistributedSampler(n, 1, 0, seed=seed).indices()
     assert out.dtype == np.int64
-    assert out[:len(first)].tolist() == first
+    assert out[: len(first)].tolist() == first
     assert zlib.crc32(out.tobytes()) == crc
 
 
@@ -74,8 +74,10 @@ def test_small_lengths_equal_torch(replicas, shuffle, drop_last):
             assert_equals_torch(n, replicas, rank, shuffle, drop_last, seed=n, epochs=(0, 3))
 
 
-@pytest.mark.parametrize(("n", "replicas", "rank", "drop_last", "seed"), [
-    (1_000_000, 8, 3, False, 0), (1_000_003, 7, 6, True, 2**32 + 5), (999_999, 2, 1, False, -3)])
+@pytest.mark.parametrize(
+    ("n", "replicas", "rank", "drop_last", "seed"),
+    [(1_000_000, 8, 3, False, 0), (1_000_003, 7, 6, True, 2**32 + 5), (999_999, 2, 1, False, -3)],
+)
 def test_a_million_equals_torch(n, replicas, rank, drop_last, seed):
     assert_equals_torch(n, replicas, rank, True, drop_last, seed, epochs=(0, 17))
 
@@ -99,8 +101,10 @@ def test_torch_loader_takes_it_unchanged(workers, batch_size):
     for rank in range(3):
         ours = DistributedSampler(data, 3, rank, seed=2)
         theirs = torch_data.DistributedSampler(data, 3, rank, seed=2)
-        batches = [torch_data.DataLoader(data, batch_size=batch_size, sampler=s, num_workers=workers)
-                   for s in (ours, theirs)]
+        batches = [
+            torch_data.DataLoader(data, batch_size=batch_size, sampler=s, num_workers=workers)
+            for s in (ours, theirs)
+        ]
         assert len(batches[0]) == len(batches[1])
         got, expected = ([b.flatten().tolist() for b in loader] for loader in batches)
         assert got == expected
@@ -108,16 +112,19 @@ def test_torch_loader_takes_it_unchanged(workers, batch_size):
     assert set(seen) == set(data.tolist())
 
 
-@pytest.mark.parametrize(("args", "kw", "error", "text"), [
-    ((10, 3, 3), {}, ValueError, r"Invalid rank 3, rank should be in the interval \[0, 2\]"),
-    ((10, 3, -1), {}, ValueError, r"Invalid rank -1, rank should be in the interval \[0, 2\]"),
-    ((10, 0, 0), {}, ValueError, "num_replicas should be at least 1"),
-    ((-1, 1, 0), {}, ValueError, "should not be negative"),
-    ((1 << 60, 1, 0), {}, ValueError, "2\\^60"),
-    ((None, 1, 0), {}, TypeError, "needs a dataset"),
-    ((1.5, 1, 0), {}, TypeError, "integer"),
-    ((10, 2, "x"), {}, ValueError, "invalid literal"),
-])
+@pytest.mark.parametrize(
+    ("args", "kw", "error", "text"),
+    [
+        ((10, 3, 3), {}, ValueError, r"Invalid rank 3, rank should be in the interval \[0, 2\]"),
+        ((10, 3, -1), {}, ValueError, r"Invalid rank -1, rank should be in the interval \[0, 2\]"),
+        ((10, 0, 0), {}, ValueError, "num_replicas should be at least 1"),
+        ((-1, 1, 0), {}, ValueError, "should not be negative"),
+        ((1 << 60, 1, 0), {}, ValueError, "2\\^60"),
+        ((None, 1, 0), {}, TypeError, "needs a dataset"),
+        ((1.5, 1, 0), {}, TypeError, "integer"),
+        ((10, 2, "x"), {}, ValueError, "invalid literal"),
+    ],
+)
 def test_bad_arguments(args, kw, error, text):
     with pytest.raises(error, match=text):
         DistributedSampler(*args, **kw)
@@ -164,7 +171,7 @@ def test_padding_is_told():
 def test_no_sample_is_dropped_for_a_copy():
     """K158: nothing real is dropped in favour of a copy."""
     parts = shards(9, 4)
-    kept = [p[:len(p) // 2 * 2] for p in parts]     # a loader with batch 2 and drop_last
+    kept = [p[: len(p) // 2 * 2] for p in parts]  # a loader with batch 2 and drop_last
     assert len(set(sum(kept, []))) == 8
     assert len(set(sum(shards(9, 4, drop_last=True), []))) == 8
 
@@ -186,11 +193,11 @@ def test_resume_in_mid_epoch():
     assert all(isinstance(value, int) for value in state.values())
     again = DistributedSampler(40, 2, 1)
     again.load_state_dict(state)
-    again.set_epoch(3)      # as a training loop does
+    again.set_epoch(3)  # as a training loop does
     assert len(again) == 13
     assert again.indices().tolist() == expected[7:]
     assert advance(again, 2) == expected[7:9]
-    assert advance(again, 2) == expected[7:9]     # a look ahead does not lose the place
+    assert advance(again, 2) == expected[7:9]  # a look ahead does not lose the place
     middle = again.state_dict()
     assert list(again) == expected[7:]
     third = DistributedSampler(40, 2, 1)
@@ -208,13 +215,15 @@ def test_after_the_rest_come_whole_passes():
     assert len(sampler) == 10
     assert list(sampler) == list(range(0, 20, 2))
     state = sampler.state_dict()
-    sampler.load_state_dict(state)          # of a finished epoch: nothing is left
+    sampler.load_state_dict(state)  # of a finished epoch: nothing is left
     assert list(sampler) == []
     assert list(sampler) == list(range(0, 20, 2))
 
 
-@pytest.mark.parametrize(("old", "new", "n", "used"), [
-    (2, 4, 20, 3), (2, 4, 21, 7), (4, 3, 50, 5), (1, 5, 8, 6), (3, 2, 10, 4), (3, 1, 100, 0)])
+@pytest.mark.parametrize(
+    ("old", "new", "n", "used"),
+    [(2, 4, 20, 3), (2, 4, 21, 7), (4, 3, 50, 5), (1, 5, 8, 6), (3, 2, 10, 4), (3, 1, 100, 0)],
+)
 def test_resume_at_another_world_size(old, new, n, used):
     """K160: the rest of an epoch on more or fewer ranks."""
     olds = [DistributedSampler(n, old, r, seed=1, pad=False) for r in range(old)]
@@ -262,13 +271,16 @@ def test_a_stream_is_sharded_as_a_range_is(n, first, kw):
             plain = DistributedSampler(n, replicas, rank, shuffle=False, **kw)
             stream = DistributedSampler(None, replicas, rank, sampler=list(range(n)), **kw)
             assert (len(plain), plain.num_samples, plain.total_size) == (
-                len(stream), stream.num_samples, stream.total_size)
+                len(stream),
+                stream.num_samples,
+                stream.total_size,
+            )
             for sampler in (plain, stream):
                 sampler.load_state_dict({"epoch": 0, "seed": 0, "consumed": first})
             expected = plain.indices().tolist()
             assert stream.indices().tolist() == expected
             assert list(stream) == list(plain) == expected
-            assert list(stream) == list(plain)      # whole again
+            assert list(stream) == list(plain)  # whole again
 
 
 class Weighted:
@@ -334,7 +346,7 @@ def test_forgotten_set_epoch_warns_once():
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        list(sampler)                       # once only
+        list(sampler)  # once only
         good = DistributedSampler(10, 2, 0)
         for epoch in range(3):
             good.set_epoch(epoch)
@@ -342,9 +354,12 @@ def test_forgotten_set_epoch_warns_once():
         advance(DistributedSampler(10, 2, 0), 2)
         peeked = DistributedSampler(10, 2, 0)
         advance(peeked, 2)
-        list(peeked)                        # the first whole pass
-        for quiet in (DistributedSampler(10, 2, 0, shuffle=False), DistributedSampler(0, 2, 0),
-                      DistributedSampler(None, 2, 0, sampler=range(4))):
+        list(peeked)  # the first whole pass
+        for quiet in (
+            DistributedSampler(10, 2, 0, shuffle=False),
+            DistributedSampler(0, 2, 0),
+            DistributedSampler(None, 2, 0, sampler=range(4)),
+        ):
             list(quiet)
             list(quiet)
 

@@ -7,115 +7,9 @@ import numpy as np
 
 import cdist
 from cdist.parallel.join import Join, Joinable, JoinHook
+from cdist.parallel.parameter import Parameter, as_kind_of, broadcast_array, unique_parameters
 from cdist.parallel.synchronizer import LOCAL, REDUCE, Gradient, Synchronizer, bucket_caps, debugging
 from cdist.parallel.verify import agree, agree_on_parameters
-
-
-class Parameter:
-    """An array with a gradient: what a hand-written layer needs to be trained on several ranks.
-
-    ``data`` is any NumPy array of real or complex floats. A backward pass gives its gradient by :meth:`accumulate_grad`. Under
-    :class:`~cdist.nn.parallel.DistributedDataParallel` the gradient lives in a bucket in shared memory and is averaged over
-    the ranks while the backward pass goes on; reading :attr:`grad` waits for that.
-    """
-
-    __slots__ = ("data", "name", "requires_grad", "_grad", "_link", "__weakref__")
-
-    def __init__(self, data, name=None, requires_grad=True):
-        self.data = np.asarray(data)
-        self.name = name
-        self.requires_grad = requires_grad
-        self._grad = None
-        self._link = None
-
-    @property
-    def grad(self):
-        """The gradient, or None. Under DistributedDataParallel: reading it ends the backward pass (every rank must then come to
-        its end), and the array is a view that the next step overwrites. Change it in place (``p.grad *= c``); assigning None is
-        :meth:`zero_grad`.
-        """
-        if self._link is None:
-            return self._grad
-        owner, index = self._link
-        return owner._read_grad(index)
-
-    @grad.setter
-    def grad(self, value):
-        if value is None:
-            self.zero_grad()
-        elif self._link is None:
-            self._grad = value
-        else:
-            owner, index = self._link
-            if value is not owner._views[index]:
-                raise ValueError(
-                    f"parameter {owner._names[index]!r}: its gradient lives in a bucket of DistributedDataParallel; give a "
-                    "new one by accumulate_grad(g), which has it reduced, or change it in place by grad[...] = g"
-                )
-
-    def accumulate_grad(self, gradient, ready=True):
-        """Adds `gradient` (an array of the shape of `data`) and, with `ready`, says that it is complete for this backward pass.
-        A parameter that is used several times gives ``ready=False`` for all but the last.
-        """
-        if self._link is not None:
-            owner, index = self._link
-            owner._accumulate(index, gradient, ready)
-            return
-        gradient = np.asarray(gradient)
-        if gradient.shape != self.data.shape:
-            raise ValueError(f"gradient of shape {gradient.shape} for a parameter of shape {self.data.shape}")
-        if self._grad is None:
-            self._grad = gradient.astype(self.data.dtype)
-        else:
-            self._grad += gradient
-
-    def zero_grad(self):
-        """Forgets the gradient."""
-        if self._link is None:
-            self._grad = None
-        else:
-            owner, index = self._link
-            owner._forget(index)
-
-    def __repr__(self):
-        return f"Parameter({self.name or ''}{': ' if self.name else ''}{self.data.dtype} {self.data.shape})"
-
-
-def unique_parameters(module, ignored=()):
-    """(name, parameter) of each distinct parameter, under its first name."""
-    seen, found = set(), []
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in seen and name not in ignored:
-            seen.add(id(parameter))
-            found.append((name, parameter))
-    return found
-
-
-def broadcast_array(holder, attribute, group, src=0):
-    """Gives holder.attribute the values of group rank `src`, in place where it is a writable NumPy array."""
-    value = getattr(holder, attribute)
-    if isinstance(value, np.ndarray) and value.flags.writeable:
-        cdist.broadcast(value, group_src=src, group=group)
-        return
-    copy = np.array(value)
-    cdist.broadcast(copy, group_src=src, group=group)
-    setattr(holder, attribute, as_kind_of(value, copy))
-
-
-def as_kind_of(example, array):
-    """`array` (NumPy, not shared with anybody) as the kind of array that `example` is."""
-    if isinstance(example, np.ndarray) or np.isscalar(example):
-        return array
-    kind = type(example)
-    if kind.__module__.split(".")[0] in ("jax", "jaxlib"):
-        import jax.numpy
-
-        return jax.numpy.asarray(array)
-    if kind.__module__.split(".")[0] == "torch":
-        import torch
-
-        return torch.from_numpy(array)
-    return kind(array)
 
 
 class ArrayDataParallel(Joinable):
@@ -158,10 +52,11 @@ class ArrayDataParallel(Joinable):
     # ---- forward
 
     def __call__(self, *args, **kwargs):
+        """Call the module; see :meth:`forward`."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args, **kwargs):
-        """Calls the module. Buffers are broadcast from rank 0 first, if the module has any."""
+        """Call the module. Buffers are broadcast from rank 0 first, if the module has any."""
         self._announce()
         if self.require_backward_grad_sync and self.broadcast_buffers_each_forward:
             self.broadcast_buffers()
@@ -172,13 +67,13 @@ class ArrayDataParallel(Joinable):
         return list(self._all)
 
     def parameters(self):
-        """The distinct parameters, for optimizers."""
+        """Return the distinct parameters, for optimizers."""
         return [p for _, p in self._all]
 
     # ---- gradients of cdist.Parameter
 
     def _adopt(self, trainable):
-        """Gives each trainable parameter its place in new buckets."""
+        """Give each trainable parameter its place in new buckets."""
         held = {}
         for name, p in getattr(self, "_trainable", []):
             if isinstance(p, Parameter):
@@ -192,7 +87,10 @@ class ArrayDataParallel(Joinable):
         if not self._automatic and any(isinstance(p, Parameter) for _, p in trainable):
             raise TypeError("a module's parameters are either all cdist.Parameter or none is")
         data = [np.asarray(p.data) for _, p in trainable]
-        gradients = [Gradient(name, d.size, d.dtype.name, d.itemsize) for name, d in zip(self._names, data)]
+        gradients = [
+            Gradient(name, d.size, d.dtype.name, d.itemsize)
+            for name, d in zip(self._names, data, strict=True)
+        ]
         self._shapes = [d.shape for d in data]
         self._dtypes = [d.dtype for d in data]
         self._has_grad = [False] * len(trainable)
@@ -218,7 +116,7 @@ class ArrayDataParallel(Joinable):
         reducer = self._sync.reducer
         buckets = [reducer.bucket(k) for k in range(reducer.buckets)]
         self._views = []
-        for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes)):
+        for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True)):
             bucket, offset = reducer.place(index)
             self._views.append(np.ndarray(shape, dtype, buffer=buckets[bucket], offset=offset))
 
@@ -230,7 +128,7 @@ class ArrayDataParallel(Joinable):
             if (
                 sync
                 and self.reduce != "mean"
-                and any(has and not new for has, new in zip(self._has_grad, self._fresh))
+                and any(has and not new for has, new in zip(self._has_grad, self._fresh, strict=True))
             ):
                 raise RuntimeError(
                     f"reduce={self.reduce!r}: the gradients of the last step are still there and would be "
@@ -249,7 +147,7 @@ class ArrayDataParallel(Joinable):
         old = self._views
         self._sync.plan(order)
         self._make_views()
-        for has, before, view in zip(self._has_grad, old, self._views):
+        for has, before, view in zip(self._has_grad, old, self._views, strict=True):
             if has:
                 view[...] = before
 
@@ -261,8 +159,8 @@ class ArrayDataParallel(Joinable):
         view = self._views[index]
         if np.shape(gradient) != view.shape:
             raise ValueError(
-                f"parameter {self._names[index]!r}: gradient of shape {np.shape(gradient)} for a parameter of "
-                f"shape {view.shape}"
+                f"parameter {self._names[index]!r}: gradient of shape {np.shape(gradient)} for a parameter "
+                f"of shape {view.shape}"
             )
         if reducer.step == REDUCE and reducer.seen(index) >= (
             self._sync.uses[index] if self._sync.uses else 1
@@ -298,11 +196,14 @@ class ArrayDataParallel(Joinable):
                 p.grad = None
 
     def synchronize(self):
-        """Ends the backward pass: waits until all gradients are the reduced ones. Reading any ``grad`` of a cdist.Parameter does
-        the same. For other parameter classes this call is what reduces their ``grad``, once after each backward pass. Collective,
-        except after a pass under no_sync().
+        """End the backward pass: wait until all gradients are the reduced ones.
 
-        Raises RuntimeError on every rank, with names, if a gradient is missing on any (unless find_unused_parameters).
+        Reading any ``grad`` of a cdist.Parameter does the same. For other parameter classes this call is what
+        reduces their ``grad``, once after each backward pass. Collective, except after a pass under
+        no_sync().
+
+        Raises RuntimeError on every rank, with names, if a gradient is missing on any (unless
+        find_unused_parameters).
         """
         if not self._automatic:
             self._reduce_foreign()
@@ -336,7 +237,7 @@ class ArrayDataParallel(Joinable):
         self._sync.finish(expected=allowed)
         if self.find_unused_parameters and used.size:
             cdist.all_reduce(used, op=cdist.ReduceOp.MAX, group=self.process_group)
-            self._has_grad = [has or bool(u) for has, u in zip(self._has_grad, used)]
+            self._has_grad = [has or bool(u) for has, u in zip(self._has_grad, used, strict=True)]
 
     def _finish_counting(self):
         """static_graph: the first pass only counted how often each gradient is given."""
@@ -382,20 +283,26 @@ class ArrayDataParallel(Joinable):
     # ---- which passes are synchronised
 
     def no_sync(self):
-        """Context manager: backward passes inside only add to the local gradients; the next one outside reduces the sum."""
+        """Context manager: backward passes inside only add to the local gradients.
+
+        The next one outside reduces the sum.
+        """
         return no_sync(self)
 
     def accumulate(self, steps, batches=None):
-        """Gradient accumulation that synchronises the right micro-batch. ``for i in ddp.accumulate(4)`` runs four, of which only
-        the last communicates. ``for batch, last in ddp.accumulate(4, batches)`` goes through all batches and synchronises every
-        fourth and the very last; step the optimizer when ``last``. Gradients are summed, not averaged, over micro-batches.
+        """Gradient accumulation that synchronises the right micro-batch.
+
+        ``for i in ddp.accumulate(4)`` runs four, of which only the last communicates. ``for batch, last in
+        ddp.accumulate(4, batches)`` goes through all batches and synchronises every fourth and the very last;
+        step the optimizer when ``last``. Gradients are summed, not averaged, over micro-batches.
         """
         return accumulate(self, steps, batches)
 
     def set_weight(self, weight):
-        """With reduce='weights': how much this rank's gradient counts in the next synchronised pass (its number of samples or
-        tokens): the result is sum(weight × gradient) / sum(weight), the exact mean over all samples when the local gradient is a
-        mean over the local ones.
+        """With reduce='weights': how much this rank's gradient counts in the next synchronised pass.
+
+        `weight` is its number of samples or tokens: the result is sum(weight × gradient) / sum(weight), the
+        exact mean over all samples when the local gradient is a mean over the local ones.
         """
         if self.reduce != "weights":
             raise ValueError(f"set_weight is for reduce='weights', not {self.reduce!r}")
@@ -404,23 +311,27 @@ class ArrayDataParallel(Joinable):
         self._sync.weight = float(weight)
 
     def optimizer_step(self, step, *args, **kwargs):
-        """Synchronises if needed and calls ``step(*args, **kwargs)``. With CDIST_DEBUG=DETAIL raises RuntimeError when the last
-        backward pass ran under no_sync(), which would let the ranks drift apart.
+        """Synchronise if needed and call ``step(*args, **kwargs)``.
+
+        With CDIST_DEBUG=DETAIL raises RuntimeError when the last backward pass ran under no_sync(), which
+        would let the ranks drift apart.
         """
         if self._automatic and self._sync.reducer.backward:
             self.synchronize()
         if debugging() and self._unsynced:
             raise RuntimeError(
-                "the optimizer would step on gradients that were not synchronised: the last backward pass ran "
-                "under no_sync(); let the last micro-batch run outside of it, or use ddp.accumulate(n)"
+                "the optimizer would step on gradients that were not synchronised: the last backward pass "
+                "ran under no_sync(); let the last micro-batch run outside of it, or use ddp.accumulate(n)"
             )
         return step(*args, **kwargs)
 
     # ---- state
 
     def set_trainable(self, names):
-        """From the next step on only these parameters have gradients. Collective; raises RuntimeError on all ranks, with the
-        names that differ, unless all give the same. Must be called between steps.
+        """From the next step on only these parameters have gradients.
+
+        Collective; raises RuntimeError on all ranks, with the names that differ, unless all give the same.
+        Must be called between steps.
         """
         names = list(names)
         known = dict(self._all)
@@ -441,14 +352,16 @@ class ArrayDataParallel(Joinable):
         self._adopt([(name, p) for name, p in self._all if name in chosen])
 
     def broadcast_parameters(self, src=0):
-        """Gives every rank the parameters of group rank `src`. Collective."""
+        """Give every rank the parameters of group rank `src`. Collective."""
         for _, p in self._all:
             broadcast_array(p, "data", self.process_group, src)
 
     def broadcast_buffers(self, src=0, average=False, copy=False):
-        """Gives every rank the buffers (what the module's ``named_buffers()`` names) of group rank `src`, or with `average` their
-        mean. They are looked up anew each time and written only where values differ. ``copy=True`` puts a new array in place of
-        the old one, where the module offers ``set_buffer(name, array)``. Collective.
+        """Give every rank the buffers of group rank `src`, or with `average` their mean.
+
+        They are what the module's ``named_buffers()`` names, looked up anew each time and written only where
+        values differ. ``copy=True`` puts a new array in place of the old one, where the module offers
+        ``set_buffer(name, array)``. Collective.
         """
         for name, value in getattr(self.module, "named_buffers", lambda: ())():
             new = np.array(value)
@@ -466,9 +379,10 @@ class ArrayDataParallel(Joinable):
     # ---- uneven inputs
 
     def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
-        """Context manager for ranks with different numbers of steps; see :class:`cdist.algorithms.join.Join`. A rank that is done
-        takes part in the others' reductions with zeros. `divide_by_initial_world_size`: the mean is over all ranks, otherwise over
-        those that still train.
+        """Context manager for ranks with different numbers of steps; see :class:`cdist.algorithms.join.Join`.
+
+        A rank that is done takes part in the others' reductions with zeros. `divide_by_initial_world_size`:
+        the mean is over all ranks, otherwise over those that still train.
         """
         return Join(
             [self],
@@ -488,15 +402,18 @@ class ArrayDataParallel(Joinable):
             self._sync.set_divisor(None if self._divide_by_all else float(flags[0]))
 
     def join_hook(self, **kwargs):
+        """Return what a rank without data does in the place of its steps."""
         self._divide_by_all = kwargs.get("divide_by_initial_world_size", True)
         return _ArrayJoinHook(self)
 
     @property
     def join_device(self):
+        """Device of the collectives."""
         return "cpu"
 
     @property
     def join_process_group(self):
+        """Group of the collectives."""
         return self.process_group
 
 
@@ -541,13 +458,13 @@ def no_sync(*modules):
     try:
         yield
     finally:
-        for module, flag in zip(modules, before):
+        for module, flag in zip(modules, before, strict=True):
             _close_pass(module)
             module.require_backward_grad_sync = flag
 
 
 def _close_pass(module):
-    """A pass of cdist.Parameters that nobody read the gradients of ends when the mode changes."""
+    """End a pass of cdist.Parameters that nobody read the gradients of, since the mode changes."""
     if isinstance(module, ArrayDataParallel) and module._automatic and module._sync.reducer.backward:
         module.synchronize()
 

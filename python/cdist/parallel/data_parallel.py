@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from cdist.parallel.array_module import Parameter, unique_parameters
 from cdist.parallel.ddp import is_torch_module
+from cdist.parallel.parameter import Parameter, unique_parameters
 
 
 def scatter(value, chunks, dim=0):
-    """Cuts arrays, in nests of lists, tuples and dicts, into at most `chunks` parts along `dim`, none of them empty.
+    """Cut arrays, in nests of lists, tuples and dicts, into at most `chunks` parts along `dim`, none empty.
 
     What is no array, or has no such dimension, is given to every part. Returns a list of values.
     """
@@ -47,7 +47,7 @@ def _part(value, number, count, dim):
 
 
 def gather(outputs, dim=0):
-    """Joins the outputs of the parts in order: arrays along `dim`, scalars to a vector, nests part by part."""
+    """Join the outputs of the parts in order: arrays along `dim`, scalars to a vector, nests part by part."""
     first = outputs[0]
     if isinstance(first, dict):
         return {key: gather([out[key] for out in outputs], dim) for key in first}
@@ -73,7 +73,7 @@ class ArrayReplicas:
         self._replicas = [self._copy() for _ in range(replicas)]
 
     def _copy(self):
-        """The module with the same parameter arrays, own gradients and own everything else."""
+        """Return the module with the same parameter arrays, own gradients and own everything else."""
         own = [Parameter(p.data, p.name, p.requires_grad) for p in self._parameters]
         memo = {id(p): replica for p, replica in zip(self._parameters, own, strict=True)}
         return copy.deepcopy(self.module, memo), own
@@ -83,16 +83,17 @@ class ArrayReplicas:
         return self.module.named_parameters()
 
     def __call__(self, *inputs, **kwargs):
-        """Runs the module on parts of the inputs in threads and joins the outputs in order."""
+        """Run the module on parts of the inputs in threads and join the outputs in order."""
         return gather(
             self.run(lambda replica, args, named: replica(*args, **named), inputs, kwargs), self.dim
         )
 
     def run(self, function, *batch):
-        """Calls ``function(replica, *part)`` in a thread for each part of the batch; returns the results in order.
+        """Call ``function(replica, *part)`` in a thread for each part of the batch; return results in order.
 
-        Gradients that the calls gave to their replica's parameters are then added to those of the module, in the order of the
-        parts, so that the sums do not depend on timing. The first error of a call is raised when all have ended.
+        Gradients that the calls gave to their replica's parameters are then added to those of the module, in
+        the order of the parts, so that the sums do not depend on timing. The first error of a call is raised
+        when all have ended.
         """
         parts = scatter(batch, len(self._replicas), self.dim)
         busy = self._replicas[: len(parts)]
@@ -113,7 +114,7 @@ class ArrayReplicas:
 
 
 def data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None):
-    """Runs a torch module on parts of the inputs on several GPUs, without wrapping it."""
+    """Run a torch module on parts of the inputs on several GPUs, without wrapping it."""
     import torch
 
     return torch.nn.parallel.data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)
@@ -122,15 +123,18 @@ def data_parallel(module, inputs, device_ids=None, output_device=None, dim=0, mo
 class DataParallel:
     """Wraps a module so that one process runs replicas of it on parts of each batch.
 
-    Over a torch.nn.Module: ``DataParallel(module, device_ids=None, output_device=None, dim=0)`` is torch's own
-    ``torch.nn.DataParallel`` over this machine's GPUs (no process group is involved); without GPUs it calls the module as it is.
+    Over a torch.nn.Module: ``DataParallel(module, device_ids=None, output_device=None, dim=0)`` is torch's
+    own ``torch.nn.DataParallel`` over this machine's GPUs (no process group is involved); without GPUs it
+    calls the module as it is.
 
-    Over an array module, whose parameters are cdist.Parameter: ``DataParallel(module, replicas=2, dim=0)`` runs replicas in threads
-    that share the parameters' arrays. ``dp(x)`` is the forward pass; ``dp.run(function, *batch)`` calls ``function(replica,
-    *part)`` for each part, forward and backward, and adds up the gradients in order. Parts are never empty.
+    Over an array module, whose parameters are cdist.Parameter: ``DataParallel(module, replicas=2, dim=0)``
+    runs replicas in threads that share the parameters' arrays. ``dp(x)`` is the forward pass;
+    ``dp.run(function, *batch)`` calls ``function(replica, *part)`` for each part, forward and backward, and
+    adds up the gradients in order. Parts are never empty.
     """
 
     def __new__(cls, module, *args, **kwargs):
+        """Make an object of the class that fits the module."""
         if is_torch_module(module):
             import torch
 

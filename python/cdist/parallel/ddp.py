@@ -6,7 +6,7 @@ from cdist.parallel.array_module import ArrayDataParallel
 
 
 def is_torch_module(module):
-    """True for a torch.nn.Module; torch is not imported to find out."""
+    """Tell whether it is a torch.nn.Module; torch is not imported to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and hasattr(torch, "nn") and isinstance(module, torch.nn.Module)
 
@@ -25,8 +25,9 @@ def _implementation(module):
 
 
 class _ByModule(type):
-    """Makes DistributedDataParallel(module) an object of the class that fits the module; each is a subclass of
-    DistributedDataParallel, and of the user's own subclass where one was called.
+    """Makes DistributedDataParallel(module) an object of the class that fits the module.
+
+    Each is a subclass of DistributedDataParallel, and of the user's own subclass where one was called.
     """
 
     def __call__(cls, module=None, *args, **kwargs):
@@ -36,7 +37,7 @@ class _ByModule(type):
 
 
 def concrete(cls, implementation):
-    """The class of objects of `cls` (DistributedDataParallel or a subclass) over one kind of module."""
+    """Return the class of objects of `cls` (ours or a subclass) over one kind of module."""
     made = cls.__dict__.get("_concrete")
     if made is None:
         made = {}
@@ -59,21 +60,23 @@ def concrete(cls, implementation):
 
 
 class DistributedDataParallel(metaclass=_ByModule):
-    """Wraps a module so that its gradients are averaged over the ranks of a group while the backward pass goes on.
+    """Wraps a module so that its gradients are averaged over a group while the backward pass goes on.
 
-    ``DistributedDataParallel(module, …)`` over a ``torch.nn.Module`` takes all arguments of torch's class and behaves like it;
-    the result is a ``torch.nn.Module`` (see :mod:`cdist.parallel.torch_module`).
+    ``DistributedDataParallel(module, …)`` over a ``torch.nn.Module`` takes all arguments of torch's class and
+    behaves like it; the result is a ``torch.nn.Module`` (see :mod:`cdist.parallel.torch_module`).
 
-    Over any other object with ``named_parameters()`` (pairs of name and parameter, where a parameter has ``.data`` and
-    ``.grad``) the arguments are ``process_group=None, reduce='mean', init_sync=True, broadcast_buffers=True,
-    bucket_cap_mb=None, bucket_cap_mb_list=None, find_unused_parameters=False, static_graph=False``.
+    Over any other object with ``named_parameters()`` (pairs of name and parameter, where a parameter has
+    ``.data`` and ``.grad``) the arguments are ``process_group=None, reduce='mean', init_sync=True,
+    broadcast_buffers=True, bucket_cap_mb=None, bucket_cap_mb_list=None, find_unused_parameters=False,
+    static_graph=False``.
 
-    * If the parameters are :class:`cdist.Parameter`, the backward pass calls ``p.accumulate_grad(g)``; each bucket of gradients
-      is reduced as soon as it is full, and reading ``p.grad`` waits. There is no way to read a gradient that should have been
-      reduced and was not.
-    * For other parameter classes call ``ddp.synchronize()`` after each backward pass: it reduces their ``grad``.
+    * If the parameters are :class:`cdist.Parameter`, the backward pass calls ``p.accumulate_grad(g)``; each
+      bucket of gradients is reduced as soon as it is full, and reading ``p.grad`` waits. There is no way to
+      read a gradient that should have been reduced and was not.
+    * For other parameter classes call ``ddp.synchronize()`` after each backward pass: it reduces their
+      ``grad``.
 
-    ``reduce``: 'mean' over ranks, 'sum', or 'weights' (``ddp.set_weight(n)`` before each backward pass; exact for uneven batches).
-    Parameters of rank 0 are given to all ranks at construction, after names, order, shapes and dtypes were compared; a difference
-    raises RuntimeError on every rank.
+    ``reduce``: 'mean' over ranks, 'sum', or 'weights' (``ddp.set_weight(n)`` before each backward pass; exact
+    for uneven batches). Parameters of rank 0 are given to all ranks at construction, after names, order,
+    shapes and dtypes were compared; a difference raises RuntimeError on every rank.
     """

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 import cdist
-from cdist.parallel.array_module import as_kind_of
+from cdist.parallel.parameter import as_kind_of
 from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_caps
 from cdist.parallel.verify import agree_on_parameters
 
@@ -28,7 +28,7 @@ def flatten(tree, path=""):
 
 
 def rebuild(tree, leaves):
-    """The same nest with other leaves, taken from an iterator in the order of :func:`flatten`."""
+    """Return the same nest with other leaves, taken from an iterator in the order of :func:`flatten`."""
     if isinstance(tree, dict):
         new = {}
         keys = list(tree)
@@ -54,7 +54,7 @@ def rebuild(tree, leaves):
 
 
 def _is_foreign_tree(tree):
-    """A node that only JAX knows how to take apart (its registered containers)."""
+    """Tell whether only JAX knows how to take a node apart (its registered containers)."""
     jax = sys.modules.get("jax")
     if (
         jax is None
@@ -68,7 +68,7 @@ def _is_foreign_tree(tree):
 
 
 def to_numpy(leaf):
-    """The values of a leaf as a NumPy array, without a copy where the framework shares its memory. CPU only."""
+    """Return the values of a leaf as a NumPy array, uncopied if the framework shares it. CPU only."""
     if isinstance(leaf, np.ndarray):
         return leaf
     kind = type(leaf).__module__.split(".")[0]
@@ -85,16 +85,19 @@ def to_numpy(leaf):
 
 
 class GradientReducer:
-    """Averages gradients over the ranks, for code that computes them itself (JAX, HIPS autograd, tinygrad, by hand)::
+    """Averages gradients over the ranks, for code that computes them itself.
+
+    With JAX, HIPS autograd, tinygrad, or by hand::
 
         reducer = cdist.GradientReducer(params)
         while ...:
             grads = grad_function(params, batch)
             grads = reducer.reduce(grads)
 
-    `params`: arrays, or any nest of dicts, lists and tuples of arrays (JAX's registered containers too), that have the structure,
-    shapes and dtypes of the gradients; only these are used. All ranks must give the same; a difference raises RuntimeError on
-    every rank (not with init_sync=False). `reduce`: 'mean', 'sum', or 'weights' (see :meth:`reduce`).
+    `params`: arrays, or any nest of dicts, lists and tuples of arrays (JAX's registered containers too), that
+    have the structure, shapes and dtypes of the gradients; only these are used. All ranks must give the same;
+    a difference raises RuntimeError on every rank (not with init_sync=False). `reduce`: 'mean', 'sum', or
+    'weights' (see :meth:`reduce`).
     """
 
     def __init__(
@@ -116,9 +119,13 @@ class GradientReducer:
         self._dtypes = [array.dtype for array in arrays]
         if init_sync:
             agree_on_parameters(
-                [f"{name}: {a.dtype} {a.shape}" for name, a in zip(self._names, arrays)], process_group
+                [f"{name}: {a.dtype} {a.shape}" for name, a in zip(self._names, arrays, strict=True)],
+                process_group,
             )
-        gradients = [Gradient(name, a.size, a.dtype.name, a.itemsize) for name, a in zip(self._names, arrays)]
+        gradients = [
+            Gradient(name, a.size, a.dtype.name, a.itemsize)
+            for name, a in zip(self._names, arrays, strict=True)
+        ]
         order = list(range(len(gradients)))  # bare gradients come all at once, first to last
         self._sync = Synchronizer(
             process_group, gradients, reduce=reduce, caps=bucket_caps(bucket_cap_mb), order=order
@@ -126,17 +133,19 @@ class GradientReducer:
         reducer = self._sync.reducer
         buckets = [reducer.bucket(k) for k in range(reducer.buckets)]
         self._views = []
-        for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes)):
+        for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True)):
             bucket, offset = reducer.place(index)
             self._views.append(np.ndarray(shape, dtype, buffer=buckets[bucket], offset=offset))
 
     def reduce(self, grads, weight=None):
-        """Reduces gradients; collective. `grads` has the structure of the parameters; a leaf may be None if
-        find_unused_parameters is set (it counts as zeros; None on all ranks stays None), otherwise RuntimeError on every rank.
+        """Reduce gradients; collective.
 
-        Returns the same structure. Writable NumPy arrays (and CPU tensors of torch) are reduced in place and returned; for other
-        leaves new arrays of the same kind. `weight`: with reduce='weights' this rank's number of samples (tokens, …); the result
-        is the weighted mean, exact for uneven batches.
+        `grads` has the structure of the parameters; a leaf may be None if find_unused_parameters is set (it
+        counts as zeros; None on all ranks stays None), otherwise RuntimeError on every rank.
+
+        Returns the same structure. Writable NumPy arrays (and CPU tensors of torch) are reduced in place and
+        returned; for other leaves new arrays of the same kind. `weight`: with reduce='weights' this rank's
+        number of samples (tokens, …); the result is the weighted mean, exact for uneven batches.
         """
         leaves = flatten(grads)
         if [name for name, _ in leaves] != self._names:
@@ -146,7 +155,7 @@ class GradientReducer:
                 f"missing {sorted(mine - theirs)[:5]}, unknown {sorted(theirs - mine)[:5]}"
             )
         arrays = [None if leaf is None else to_numpy(leaf) for _, leaf in leaves]
-        for name, array, shape in zip(self._names, arrays, self._shapes):
+        for name, array, shape in zip(self._names, arrays, self._shapes, strict=True):
             if array is not None and array.shape != shape:
                 raise ValueError(f"gradient {name} has shape {array.shape}, its parameter {shape}")
         if weight is not None:

@@ -1,7 +1,7 @@
-"""Communication hooks for DistributedDataParallel over torch modules: what is sent in place of plain gradients.
+"""Communication hooks for DistributedDataParallel over torch modules: what is sent for plain gradients.
 
-A hook is called as ``hook(state, bucket)`` when a bucket is full and gives a future of the reduced flat tensor. `state` of
-the simple hooks is the process group (None: the default one).
+A hook is called as ``hook(state, bucket)`` when a bucket is full and gives a future of the reduced flat
+tensor. `state` of the simple hooks is the process group (None: the default one).
 """
 
 import enum
@@ -125,8 +125,8 @@ def bf16_compress_wrapper(hook):
 class PostLocalSGDState:
     """State of post_localSGD_hook: global averages until `start_localSGD_iter`, then only within `subgroup`.
 
-    `subgroup` None: the ranks of this host. `post_local_gradient_allreduce` False: nothing is sent afterwards. Models are to be
-    averaged from time to time by the caller.
+    `subgroup` None: the ranks of this host. `post_local_gradient_allreduce` False: nothing is sent
+    afterwards. Models are to be averaged from time to time by the caller.
     """
 
     def __init__(self, process_group, subgroup, start_localSGD_iter, post_local_gradient_allreduce=True):

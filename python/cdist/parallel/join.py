@@ -17,10 +17,10 @@ class JoinHook:
     """What a joinable does in the place of a rank that has joined."""
 
     def main_hook(self):
-        """Called once for each step of the ranks that still train: takes part in the step's collectives."""
+        """Take part in the collectives of a step; called once for each step of the ranks that still train."""
 
     def post_hook(self, is_last_joiner):
-        """Called once when all ranks have joined. `is_last_joiner`: this rank trained until the last step."""
+        """Do what is left when all ranks have joined. `is_last_joiner`: this one trained to the last step."""
 
 
 @dataclass
@@ -32,8 +32,10 @@ class _JoinConfig:
 
 
 class Joinable(ABC):
-    """Base of classes that communicate in each step, such as DistributedDataParallel: gives the hook for joined ranks, and calls
-    :meth:`Join.notify_join_context` before the collectives of each step.
+    """Base of classes that communicate in each step, such as DistributedDataParallel.
+
+    Gives the hook for joined ranks, and calls :meth:`Join.notify_join_context` before the collectives of each
+    step.
     """
 
     @abstractmethod
@@ -43,7 +45,7 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs):
-        """The JoinHook of this object; kwargs are those of Join."""
+        """Return the JoinHook of this object; kwargs are those of Join."""
 
     @property
     @abstractmethod
@@ -57,15 +59,18 @@ class Joinable(ABC):
 
 
 class Join:
-    """Context manager around the training loop of one or more joinables::
+    """Context manager around the training loop of one or more joinables.
+
+    As in::
 
         with Join([ddp]):
             for batch in batches_of_this_rank:
                 ...
 
-    When a rank leaves its loop, it goes on calling the hooks of its joinables until all ranks have left theirs. With
-    `throw_on_early_termination` every rank raises RuntimeError instead as soon as one has run out of data. `enable=False` makes it
-    do nothing. Further keyword arguments go to ``join_hook`` of each joinable. All joinables share one group.
+    When a rank leaves its loop, it goes on calling the hooks of its joinables until all ranks have left
+    theirs. With `throw_on_early_termination` every rank raises RuntimeError instead as soon as one has run
+    out of data. `enable=False` makes it do nothing. Further keyword arguments go to ``join_hook`` of each
+    joinable. All joinables share one group.
     """
 
     def __init__(self, joinables, enable=True, throw_on_early_termination=False, **kwargs):
@@ -104,8 +109,9 @@ class Join:
             if steps == SKEW_WARNING_STEPS:
                 warnings.warn(
                     f"Detected uneven input skew of greater than {steps}. This means that rank "
-                    f"{cdist.get_rank(self._group)} has at least {steps} fewer inputs than other currently-active "
-                    "ranks. This level of skew could lead to performance degradation during training.",
+                    f"{cdist.get_rank(self._group)} has at least {steps} fewer inputs than other "
+                    "currently-active ranks. This level of skew could lead to performance degradation during "
+                    "training.",
                     stacklevel=3,
                 )
             for hook in self._hooks:
@@ -125,8 +131,10 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable):
-        """Tells joined ranks that this rank starts a step; to be called before its first collective. Nothing happens outside of a
-        Join, or for other joinables than the first. Raises RuntimeError if a rank has run out of data and this was asked for.
+        """Tell joined ranks that this rank starts a step; to be called before its first collective.
+
+        Nothing happens outside of a Join, or for other joinables than the first. Raises RuntimeError if a
+        rank has run out of data and this was asked for.
         """
         config = joinable._join_config
         if not config.enable or not config.is_first_joinable:

@@ -12,9 +12,10 @@ class MixedPrecision:
     """Dtypes for DistributedDataParallel(…, mixed_precision=MixedPrecision(…)); None leaves a dtype as it is.
 
     Attributes:
-        param_dtype: of parameters and of floating point inputs during forward and backward. Outside of them, for the
-            optimizer and in checkpoints, parameters keep their own dtype.
-        reduce_dtype: in which gradients are reduced; None: param_dtype. Gradients then get the parameters' own dtype.
+        param_dtype: of parameters and of floating point inputs during forward and backward. Outside of them,
+            for the optimizer and in checkpoints, parameters keep their own dtype.
+        reduce_dtype: in which gradients are reduced; None: param_dtype. Gradients then get the parameters'
+            own dtype.
         buffer_dtype: floating point buffers are cast to it once, at construction.
 
     """
@@ -40,8 +41,9 @@ def cast_floats(value, dtype):
 class LowPrecision:
     """Parameters that hold low precision values from a forward pass to the end of its backward pass.
 
-    The values that autograd saves for the backward pass are the parameters themselves, and activation checkpointing
-    runs layers again meanwhile: so the parameters' data are exchanged rather than copies put in their place.
+    The values that autograd saves for the backward pass are the parameters themselves, and activation
+    checkpointing runs layers again meanwhile: so the parameters' data are exchanged rather than copies put in
+    their place.
     """
 
     def __init__(self, config, named_parameters, buffers):
@@ -71,7 +73,7 @@ class LowPrecision:
                 p.data = p.data.to(self.param_dtype)
 
     def leave(self):
-        """Give parameters back what they had, and their gradients, if they are of low precision, that dtype."""
+        """Give parameters back what they had, and their gradients, if of low precision, that dtype."""
         masters, self._masters = self._masters, []
         for p, master in masters:
             grad, p.grad = p.grad, None

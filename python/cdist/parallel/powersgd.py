@@ -1,4 +1,7 @@
-"""PowerSGD: sends two thin matrices P and Q with P·Qᵀ ≈ gradient in place of it (Vogels et al., 2019), with error feedback."""
+"""PowerSGD: sends two thin matrices P and Q with P·Qᵀ ≈ gradient in place of it, with error feedback.
+
+After Vogels et al., 2019.
+"""
 
 import math
 
@@ -15,9 +18,10 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 class PowerSGDState:
     """What PowerSGD keeps from step to step.
 
-    `matrix_approximation_rank`: columns of P and Q. Until `start_powerSGD_iter` gradients are averaged as they are. A matrix is
-    compressed if that saves at least `min_compression_rate`. `use_error_feedback`: what a step lost is added to the next.
-    `warm_start`: Q of a step starts from the last one. `random_seed`: of the first Q; the same on all ranks.
+    `matrix_approximation_rank`: columns of P and Q. Until `start_powerSGD_iter` gradients are averaged as
+    they are. A matrix is compressed if that saves at least `min_compression_rate`. `use_error_feedback`: what
+    a step lost is added to the next. `warm_start`: Q of a step starts from the last one. `random_seed`: of
+    the first Q; the same on all ranks.
     """
 
     def __init__(
@@ -35,8 +39,8 @@ class PowerSGDState:
     ):
         if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
             raise ValueError(
-                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, because PowerSGD can "
-                "only be applied after the first two iterations in DDP."
+                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
+                "because PowerSGD can only be applied after the first two iterations in DDP."
             )
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank

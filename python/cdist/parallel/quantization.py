@@ -1,4 +1,7 @@
-"""Communication hooks that send gradients as 8-bit integers, each rank with its own scale, and average what they stand for."""
+"""Communication hooks that send gradients as 8-bit integers, each rank with its own scale.
+
+What the integers stand for is averaged.
+"""
 
 import torch
 

@@ -65,7 +65,7 @@ def _along(vector, x):
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm whose statistics in training are those of the batches of all ranks of `process_group`, however uneven."""
+    """BatchNorm whose statistics in training are of the batches of all ranks of a group, however uneven."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
-        """Return the module with every BatchNorm*d (and torch's SyncBatchNorm) in it replaced; parameters are shared."""
+        """Replace every BatchNorm*d (and torch's SyncBatchNorm) in the module; parameters are shared."""
         made = module
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
             made = cls(

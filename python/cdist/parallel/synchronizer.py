@@ -1,4 +1,4 @@
-"""What all kinds of data parallelism share: gradients in buckets, their plan, and the errors that name parameters."""
+"""What all kinds of data parallelism share: gradients in buckets, their plan, errors that name parameters."""
 
 import os
 import warnings
@@ -18,14 +18,17 @@ MODES = ("mean", "sum", "weights")
 
 
 def debugging():
-    """True when CDIST_DEBUG (or TORCH_DISTRIBUTED_DEBUG) asks for extra checks."""
+    """Tell whether CDIST_DEBUG (or TORCH_DISTRIBUTED_DEBUG) asks for extra checks."""
     text = os.environ.get("CDIST_DEBUG") or os.environ.get("TORCH_DISTRIBUTED_DEBUG") or "OFF"
     return text.upper() in ("INFO", "DETAIL")
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient's place in the buckets: its name (for errors), number of elements, dtype as NumPy names it, bytes of one."""
+    """A gradient's place in the buckets.
+
+    Its name (for errors), number of elements, dtype as NumPy names it, bytes of one element.
+    """
 
     name: str
     count: int
@@ -34,7 +37,10 @@ class Gradient:
 
 
 def bucket_caps(bucket_cap_mb=None, bucket_cap_mb_list=None):
-    """Caps in bytes, the last repeats: torch's rule (1 MiB first, then 25 MiB; a given cap holds for all buckets)."""
+    """Caps in bytes, the last repeats.
+
+    As torch's: 1 MiB first, then 25 MiB; a given cap holds for all buckets.
+    """
     if bucket_cap_mb_list:
         return [max(1, int(cap * MIB)) for cap in bucket_cap_mb_list]
     if bucket_cap_mb is not None and bucket_cap_mb > 0:
@@ -45,9 +51,9 @@ def bucket_caps(bucket_cap_mb=None, bucket_cap_mb_list=None):
 class Synchronizer:
     """Gradients of one model in the buckets of one group.
 
-    Life of a step: ``begin(step)`` → ``reducer.ready(i)`` for each gradient → ``finish()``. The object that owns it gives
-    three callables: ``on_backward()`` is called by a hook that finds no step going on (true: go on), ``on_bucket(k)`` when
-    bucket k is full in a step of kind HAND_OUT.
+    Life of a step: ``begin(step)`` → ``reducer.ready(i)`` for each gradient → ``finish()``. The object that
+    owns it gives three callables: ``on_backward()`` is called by a hook that finds no step going on (true: go
+    on), ``on_bucket(k)`` when bucket k is full in a step of kind HAND_OUT.
     """
 
     def __init__(
@@ -90,11 +96,11 @@ class Synchronizer:
         return _core.assign_buckets(counts, dtypes, self.caps, order)
 
     def plan(self, order):
-        """Makes new buckets for this order. Local; all ranks must give the same order."""
+        """Make new buckets for this order. Local; all ranks must give the same order."""
         self.order = order
         self.bucket_of = self.assign(order)
         self.bucket_bytes = [0] * (max(self.bucket_of, default=-1) + 1)
-        for gradient, bucket in zip(self.gradients, self.bucket_of):
+        for gradient, bucket in zip(self.gradients, self.bucket_of, strict=True):
             self.bucket_bytes[bucket] += gradient.count * gradient.item_bytes
         memory = self.memory(self.bucket_bytes) if self.memory else None
         self.reducer = _core.Reducer(
@@ -114,12 +120,13 @@ class Synchronizer:
             self.reducer.set_uses(self.uses)
 
     def wants_replan(self):
-        """True once, after the first reduced step."""
+        """Tell whether a new plan is due: once, after the first reduced step."""
         return not self.replanned and self.steps > 0
 
     def agree_on_order(self):
-        """The order in which gradients became ready on group rank 0 in the last step; collective. None if the buckets for it
-        are the present ones.
+        """Return the order in which gradients became ready on group rank 0 in the last step; collective.
+
+        None if the buckets for it are the present ones.
         """
         self.replanned = True
         seen = self.reducer.ready_order()
@@ -134,7 +141,7 @@ class Synchronizer:
     # ---- a step
 
     def begin(self, step):
-        """Starts a step. With reduce='weights' agrees on the sum of weights first (collective)."""
+        """Start a step. With reduce='weights' agree on the sum of weights first (collective)."""
         if step != LOCAL and self.reduce == "weights":
             self._apply_weight()
         self.reducer.begin(step)
@@ -152,8 +159,10 @@ class Synchronizer:
         self.weight = None
 
     def finish(self, *, expected=False):
-        """Waits until all gradients are reduced. A gradient that is missing on any rank raises RuntimeError on all, unless it
-        was `expected` that some are (then zeros take part).
+        """Wait until all gradients are reduced.
+
+        A gradient that is missing on any rank raises RuntimeError on all, unless it was `expected` that some
+        are (then zeros take part).
         """
         complete = self.reducer.finish(expected)
         self.steps += self.reducer.step != LOCAL
@@ -182,17 +191,19 @@ class Synchronizer:
     def _twice(self, index):
         raise RuntimeError(
             f"Expected to mark a variable ready only once. Parameter at index {index} with name "
-            f"{self.gradients[index].name} has been marked as ready twice. Causes: (1) the parameter is used outside of the "
-            "wrapped module's forward, or by two forward passes that share it; (2) backward ran twice without the gradients "
-            "of the first pass being synchronised (array modules: read .grad or call synchronize() after each), e.g. re-entrant activation checkpointing of the same layer: use "
-            "static_graph=True; (3) the gradient was given twice: pass ready=False for all but the last."
+            f"{self.gradients[index].name} has been marked as ready twice. Causes: (1) the parameter is used "
+            "outside of the wrapped module's forward, or by two forward passes that share it; (2) backward "
+            "ran twice without the gradients of the first pass being synchronised (array modules: read .grad "
+            "or call synchronize() after each), e.g. re-entrant activation checkpointing of the same layer: "
+            "use static_graph=True; (3) the gradient was given twice: pass ready=False for all but the last."
         )
 
     # ---- errors
 
     def missing_text(self, missing=None):
-        """The text of the error for missing gradients, with names and ranks. `missing`: {rank: indices}; None: asks all
-        ranks (collective).
+        """Return the text of the error for missing gradients, with names and ranks.
+
+        `missing`: {rank: indices}; None: asks all ranks (collective).
         """
         if missing is None:
             table = np.frombuffer(self.reducer.missing(), np.uint8).reshape(-1, len(self.gradients))
@@ -207,9 +218,10 @@ class Synchronizer:
                     f"{' '.join(map(str, which))} ({names}{more})."
                 )
         return (
-            "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that "
-            "your module has parameters that were not used in producing loss. You can enable unused parameter detection by "
-            "passing the keyword argument `find_unused_parameters=True` to `cdist.nn.parallel.DistributedDataParallel`, and "
+            "Expected to have finished reduction in the prior iteration before starting a new one. This "
+            "error indicates that your module has parameters that were not used in producing loss. You can "
+            "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
+            "to `cdist.nn.parallel.DistributedDataParallel`, and "
             "by making sure all `forward` function outputs participate in calculating loss. " + " ".join(said)
         )
 

@@ -1,4 +1,4 @@
-"""Communication hooks of DistributedDataParallel over torch modules: what is called in place of the reduction of a bucket."""
+"""Communication hooks of DistributedDataParallel over torch modules: called in place of reducing a bucket."""
 
 import enum
 import inspect
@@ -29,7 +29,7 @@ class CommHooks:
     """The part of TorchDataParallel that gives full buckets to a hook."""
 
     def register_comm_hook(self, state, hook):
-        """Replace the reduction of buckets: ``hook(state, bucket)`` gives a future of the reduced flat tensor."""
+        """Replace the reduction of buckets: ``hook(state, bucket)`` gives a future of the flat tensor."""
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
         signature = inspect.signature(hook)

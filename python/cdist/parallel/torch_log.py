@@ -8,7 +8,7 @@ from cdist.parallel.torch_parts import name_of
 
 
 class StepTimes:
-    """When the parts of a step began and ended (monotonic ns), in the first ten iterations and every `rate`-th."""
+    """When the parts of a step began and ended (monotonic ns), in the first ten steps and every `rate`-th."""
 
     FIRST = 10
     PARTS = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")

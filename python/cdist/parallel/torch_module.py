@@ -1,8 +1,9 @@
 """DistributedDataParallel over torch.nn.Module. Imported only when the caller's module is torch's.
 
-How it hangs on torch: a C callable per parameter runs when its gradient is complete (register_post_accumulate_grad_hook),
-copies it to its place in a bucket and counts; full buckets are reduced while backward goes on; a callback at the end of
-backward waits for them. The engine's graph is walked in Python for unused parameters.
+How it hangs on torch: a C callable per parameter runs when its gradient is complete
+(register_post_accumulate_grad_hook), copies it to its place in a bucket and counts; full buckets are reduced
+while backward goes on; a callback at the end of backward waits for them. The engine's graph is walked in
+Python for unused parameters.
 """
 
 import weakref
@@ -65,8 +66,8 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
     """DistributedDataParallel over torch modules; takes the arguments of torch's class.
 
     Beyond them: ``reduce='mean' | 'sum' | 'weights'``, ``accumulate(n)``, ``set_weight``, ``set_trainable``,
-    ``broadcast_parameters``, ``broadcast_buffers``. A parameter without gradient raises on every rank: at the latest when an
-    optimizer steps on this module's parameters or the next forward begins.
+    ``broadcast_parameters``, ``broadcast_buffers``. A parameter without gradient raises on every rank: at the
+    latest when an optimizer steps on this module's parameters or the next forward begins.
     """
 
     def __init__(
@@ -162,19 +163,20 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
     def _check_module(self):
         if any(isinstance(p, nn.parameter.UninitializedParameter) for _, p in self._named()):
             raise RuntimeError(
-                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy "
-                "forward pass to correctly initialize the modules"
+                "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "
+                "dummy forward pass to correctly initialize the modules"
             )
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()):
             raise ValueError(
-                "torch.nn.SyncBatchNorm layers talk through torch.distributed (and SyncBatchNorm layers only work with "
-                "GPU modules there): convert with cdist.nn.SyncBatchNorm.convert_sync_batchnorm(module)"
+                "torch.nn.SyncBatchNorm layers talk through torch.distributed (and SyncBatchNorm layers only "
+                "work with GPU modules there): convert with "
+                "cdist.nn.SyncBatchNorm.convert_sync_batchnorm(module)"
             )
         kinds = {p.device.type for _, p in self._named()}
         if len(kinds) > 1:
             raise ValueError(
-                "DistributedDataParallel's input module must be on the same type of devices, but input module "
-                f"parameters locate in {kinds}."
+                "DistributedDataParallel's input module must be on the same type of devices, but input "
+                f"module parameters locate in {kinds}."
             )
 
     def _check_devices(self, device_ids, output_device):
@@ -310,7 +312,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         return output
 
     def _run_low(self, grad, inputs, kwargs):
-        """Call the module with parameters of low precision, which stay so until the end of the backward pass."""
+        """Call the module with parameters of low precision, which stay so until backward has ended."""
         dtype = self._low.param_dtype
         if dtype is not None:
             inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
@@ -330,15 +332,15 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
     # ---- backward
 
     def _begin_backward(self):
-        """Called by the first hook of a backward pass."""
+        """Begin a step; the first hook of a backward pass calls it."""
         Variable._execution_engine.queue_callback(self._end_backward)
         sync = self._sync
         self._times.backward_begins(self._sync_this)
         if torch.is_grad_enabled() and not self._warned_of_graph:
             self._warned_of_graph = True
             warn(
-                "backward(create_graph=True) over DistributedDataParallel: gradients of gradients are not synchronised "
-                "across ranks, and nothing is differentiated through the reduction"
+                "backward(create_graph=True) over DistributedDataParallel: gradients of gradients are not "
+                "synchronised across ranks, and nothing is differentiated through the reduction"
             )
         if not self._open:
             reduces = HAND_OUT if self._hook else REDUCE
@@ -360,9 +362,9 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         if not unused and not self._warned and self.find_unused_parameters:
             self._warned = True
             warn(
-                "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters in "
-                "the forward pass. This flag results in an extra traversal of the autograd graph every iteration, which "
-                "can adversely affect performance."
+                "find_unused_parameters=True was specified in DDP constructor, but did not find any unused "
+                "parameters in the forward pass. This flag results in an extra traversal of the autograd "
+                "graph every iteration, which can adversely affect performance."
             )
         for index in sorted(unused):
             grad = self._params[index].grad
@@ -374,7 +376,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
             self._sync.reducer.ready(index)
 
     def _end_backward(self):
-        """Called by the engine at the end of a backward pass."""
+        """End a step; the engine calls it at the end of a backward pass."""
         reducer = self._sync.reducer
         reducer.backward = False
         self._times.backward_ends()
@@ -399,7 +401,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         return [p.grad is not None for p in self._params]
 
     def _finish(self, given=None):
-        """Wait for all buckets and give each parameter its gradient. `given`: which have one; None: see for yourself."""
+        """Wait for all buckets, give each parameter its gradient. `given`: which have one; None: find out."""
         self._open = False
         _unfit.discard(self)
         reducer = self._sync.reducer
@@ -438,7 +440,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
                 torch._foreach_copy_(targets, sources)
 
     def _finish_counting(self):
-        """static_graph: the first pass counted how often each gradient is given; everything is reduced now."""
+        """static_graph: the first pass counted how often each gradient is given; all is reduced now."""
         reducer = self._sync.reducer
         seen = [reducer.seen(index) for index in range(len(self._params))]
         self._counting = False
@@ -469,12 +471,16 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         _unfit.discard(self)
         if stepping and unsynced and debugging():
             raise RuntimeError(
-                "the optimizer would step on gradients that were not synchronised: the last backward pass belongs to a "
-                "forward under no_sync(); run the last micro-batch outside of it, or use ddp.accumulate(n)"
+                "the optimizer would step on gradients that were not synchronised: the last backward pass "
+                "belongs to a forward under no_sync(); run the last micro-batch outside of it, or use "
+                "ddp.accumulate(n)"
             )
 
     def _fail_for_all(self):
-        """Gradients are missing on this rank. Buckets in GPU memory carry no flag that would tell the others: end the group."""
+        """Gradients are missing on this rank: end the group.
+
+        Buckets in GPU memory carry no flag that would tell the others.
+        """
         reducer = self._sync.reducer
         uses = self._sync.uses or [1] * len(self._params)
         missing = [index for index, count in enumerate(uses) if reducer.seen(index) < count]
@@ -485,11 +491,14 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
     # ---- which passes are synchronised
 
     def no_sync(self):
-        """Context manager: gradients of forward passes inside only add up locally; the next synchronised pass reduces the sum."""
+        """Context manager: gradients of forward passes inside only add up locally.
+
+        The next synchronised pass reduces the sum.
+        """
         return no_sync(self)
 
     def accumulate(self, steps, batches=None):
-        """Gradient accumulation that synchronises the right micro-batch; see cdist.DistributedDataParallel."""
+        """Accumulate gradients, synchronising the right micro-batch; see cdist.DistributedDataParallel."""
         return accumulate(self, steps, batches)
 
     def set_weight(self, weight):

@@ -1,4 +1,4 @@
-"""Parts of DistributedDataParallel over torch modules: views into buckets, graphs, buffers, buckets for hooks."""
+"""Parts of DistributedDataParallel over torch modules: views into buckets, graphs, buffers."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ def name_of(dtype):
 
 
 def is_dense(tensor):
-    """True when the elements lie in one block without gaps, in whatever order of dimensions (sizes of 1 do not count)."""
+    """Tell whether the elements lie in one block without gaps, in any order of dimensions over 1."""
     expected = 1
     for stride, size in sorted(
         (st, sz) for st, sz in zip(tensor.stride(), tensor.size(), strict=True) if sz != 1
@@ -26,7 +26,7 @@ def is_dense(tensor):
 
 
 def view_like(flat, tensor):
-    """The elements of `flat` in the shape, and if possible the strides, of `tensor`."""
+    """Return the elements of `flat` in the shape, and if possible the strides, of `tensor`."""
     if tensor.numel() == 0:
         return torch.empty_like(tensor, requires_grad=False)
     if is_dense(tensor):
@@ -35,7 +35,7 @@ def view_like(flat, tensor):
 
 
 def bucket_tensors(reducer, dtypes, memory=None):
-    """A flat tensor over the memory of each bucket. `memory`: uint8 tensors that hold it, otherwise it is the reducer's."""
+    """Make a flat tensor over each bucket. `memory`: uint8 tensors that hold them; None: the reducer does."""
     tensors = []
     for k, dtype in enumerate(dtypes):
         if memory is not None:
@@ -85,7 +85,7 @@ def reached_parameters(outputs):
 
 
 def to_device(value, device):
-    """Moves the tensors in nests of lists, tuples and dicts to a device."""
+    """Move the tensors in nests of lists, tuples and dicts to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -98,7 +98,7 @@ def to_device(value, device):
 
 
 def buffers_of(module):
-    """Buffers of a module and of all in it, each once: named_buffers() without the names, which cost most of its time."""
+    """Buffers of a module and of all in it, each once: named_buffers() without the costly names."""
     found, seen, todo = [], {id(module)}, [module]
     while todo:
         inner = todo.pop()
@@ -114,7 +114,10 @@ def buffers_of(module):
 
 
 def broadcast_tensors(tensors, group, src=0):
-    """Gives every rank the tensors of group rank `src`, one message per device; writes only where values differ. Collective."""
+    """Give every rank the tensors of group rank `src`. Collective.
+
+    One message per device; writes only where values differ.
+    """
     devices = {}
     for tensor in tensors:
         devices.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(tensor)

@@ -31,7 +31,7 @@ class ModelState:
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_to_sync())
 
     def _sync_buffers(self, after):
-        """Before the module's forward (or after it, for a hook that was registered so): make buffers equal."""
+        """Before the module's forward (or after it, for a hook registered so): make buffers equal."""
         hook = self._buffer_hook
         if after != (hook is not None and hook.after):
             return
@@ -61,13 +61,11 @@ class ModelState:
         cdist.all_reduce(highest, op=cdist.ReduceOp.MAX, group=self.process_group)
         return int(highest[0])
 
-    def _register_buffer_comm_hook(
-        self, state, hook, comm_hook_location=BufferCommHookLocation.POST_FORWARD
-    ):
+    def _register_buffer_comm_hook(self, state, hook, comm_hook_location=BufferCommHookLocation.POST_FORWARD):
         """Have ``hook(state, {name: buffer})`` make buffers equal, in place of the broadcast from rank 0.
 
-        It is called before or after the module's forward, as `comm_hook_location` (ours or torch's) says, and gives
-        futures, for which the end of the backward pass waits, or None.
+        It is called before or after the module's forward, as `comm_hook_location` (ours or torch's) says, and
+        gives futures, for which the end of the backward pass waits, or None.
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
@@ -84,7 +82,10 @@ class ModelState:
         broadcast_tensors(self._buffers_to_sync(), self.process_group, src)
 
     def set_trainable(self, names):
-        """From the next step on exactly these parameters need gradients. Collective; RuntimeError on all ranks if they differ."""
+        """From the next step on exactly these parameters need gradients.
+
+        Collective; RuntimeError on all ranks if they differ.
+        """
         names = list(names)
         agree(
             sorted(map(repr, names)),
@@ -105,8 +106,9 @@ class ModelState:
     def __getstate__(self):
         if self.process_group is not None and self.process_group is not cdist.group.WORLD:
             raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, when "
-                "you have called init_process_group and have not passed process_group argument to DDP constructor"
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. "
+                "That is, when you have called init_process_group and have not passed process_group argument "
+                "to DDP constructor"
             )
         gone = (
             "process_group",

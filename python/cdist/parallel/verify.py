@@ -24,7 +24,7 @@ def gather_bytes(data, group=None):
 
 
 def broadcast_ints(values, group=None):
-    """The list of ints of group rank 0, on every rank (lists of equal length). Collective."""
+    """Return the list of ints of group rank 0, on every rank (lists of equal length). Collective."""
     array = np.array(values, np.int64)
     if array.size:
         cdist.broadcast(array, group_src=0, group=group)
@@ -32,9 +32,10 @@ def broadcast_ints(values, group=None):
 
 
 def agree(lines, group, explain):
-    """Raises RuntimeError on every rank unless all ranks give the same list of texts. Collective.
+    """Raise RuntimeError on every rank unless all ranks give the same list of texts. Collective.
 
-    ``explain(all_lines)`` makes the first sentence of the error from the lists of all ranks; the differences follow it.
+    ``explain(all_lines)`` makes the first sentence of the error from the lists of all ranks; the differences
+    follow it.
     """
     text = "\n".join(lines).encode()
     digests = gather_bytes(hashlib.blake2b(text, digest_size=16).digest(), group)
@@ -51,9 +52,10 @@ def differences(everyone, limit=10):
         only_zero = [line for line in everyone[0] if line not in set(lines)]
         only_here = [line for line in lines if line not in set(everyone[0])]
         if not only_zero and not only_here and lines != everyone[0]:
-            at = next(i for i, pair in enumerate(zip(everyone[0], lines)) if pair[0] != pair[1])
+            at = next(i for i, pair in enumerate(zip(everyone[0], lines, strict=False)) if pair[0] != pair[1])
             said.append(
-                f"  order differs from entry {at} on: rank 0 has {everyone[0][at]}, rank {rank} has {lines[at]}"
+                f"  order differs from entry {at} on: rank 0 has {everyone[0][at]}, rank {rank} has "
+                f"{lines[at]}"
             )
         for where, extra in (("only on rank 0, not on", only_zero), ("not on rank 0, only on", only_here)):
             said += [f"  {where} rank {rank}: {line}" for line in extra[:limit]]
@@ -63,19 +65,19 @@ def differences(everyone, limit=10):
 
 
 def agree_on_parameters(entries, group):
-    """Compares parameters (texts "'name': dtype (shape)…") over the ranks. Collective."""
+    """Compare parameters (texts "'name': dtype (shape)…") over the ranks. Collective."""
 
     def explain(everyone):
         mine = cdist.get_rank(group)
         for rank, lines in enumerate(everyone):
             if len(lines) != len(everyone[mine]):
                 return (
-                    f"DDP expects same model across all ranks, but Rank {mine} has {len(everyone[mine])} params, "
-                    f"while rank {rank} has inconsistent {len(lines)} params."
+                    f"DDP expects same model across all ranks, but Rank {mine} has {len(everyone[mine])} "
+                    f"params, while rank {rank} has inconsistent {len(lines)} params."
                 )
         return (
-            "DDP expects same model across all ranks, but parameters differ in name, order, shape, dtype or in "
-            "whether they need a gradient."
+            "DDP expects same model across all ranks, but parameters differ in name, order, shape, dtype or "
+            "in whether they need a gradient."
         )
 
     agree(entries, group, explain)

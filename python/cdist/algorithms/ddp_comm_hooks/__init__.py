@@ -1,4 +1,4 @@
-"""Communication hooks of DistributedDataParallel over torch modules, under the paths that torch gives them."""
+"""Communication hooks of DistributedDataParallel over torch modules, under the paths that torch has."""
 
 from cdist.parallel.hooks import DDPCommHookType, register_ddp_comm_hook
 

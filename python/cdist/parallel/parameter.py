@@ -1,0 +1,118 @@
+"""Parameters whose values are arrays, and how arrays of any kind are told apart and filled."""
+
+import numpy as np
+
+import cdist
+
+
+class Parameter:
+    """An array with a gradient: what a hand-written layer needs to be trained on several ranks.
+
+    ``data`` is any NumPy array of real or complex floats. A backward pass gives its gradient by
+    :meth:`accumulate_grad`. Under :class:`~cdist.nn.parallel.DistributedDataParallel` the gradient lives in a
+    bucket in shared memory and is averaged over the ranks while the backward pass goes on; reading
+    :attr:`grad` waits for that.
+    """
+
+    __slots__ = ("data", "name", "requires_grad", "_grad", "_link", "__weakref__")
+
+    def __init__(self, data, name=None, requires_grad=True):
+        self.data = np.asarray(data)
+        self.name = name
+        self.requires_grad = requires_grad
+        self._grad = None
+        self._link = None
+
+    @property
+    def grad(self):
+        """The gradient, or None.
+
+        Under DistributedDataParallel: reading it ends the backward pass (every rank must then come to its
+        end), and the array is a view that the next step overwrites. Change it in place (``p.grad *= c``);
+        assigning None is :meth:`zero_grad`.
+        """
+        if self._link is None:
+            return self._grad
+        owner, index = self._link
+        return owner._read_grad(index)
+
+    @grad.setter
+    def grad(self, value):
+        if value is None:
+            self.zero_grad()
+        elif self._link is None:
+            self._grad = value
+        else:
+            owner, index = self._link
+            if value is not owner._views[index]:
+                raise ValueError(
+                    f"parameter {owner._names[index]!r}: its gradient lives in a bucket of "
+                    "DistributedDataParallel; give a new one by accumulate_grad(g), which has it reduced, or "
+                    "change it in place by grad[...] = g"
+                )
+
+    def accumulate_grad(self, gradient, ready=True):
+        """Add `gradient` (an array of the shape of `data`).
+
+        `ready`: it is then complete for this backward pass. A parameter that is used several times gives
+        ``ready=False`` for all but the last.
+        """
+        if self._link is not None:
+            owner, index = self._link
+            owner._accumulate(index, gradient, ready)
+            return
+        gradient = np.asarray(gradient)
+        if gradient.shape != self.data.shape:
+            raise ValueError(f"gradient of shape {gradient.shape} for a parameter of shape {self.data.shape}")
+        if self._grad is None:
+            self._grad = gradient.astype(self.data.dtype)
+        else:
+            self._grad += gradient
+
+    def zero_grad(self):
+        """Forgets the gradient."""
+        if self._link is None:
+            self._grad = None
+        else:
+            owner, index = self._link
+            owner._forget(index)
+
+    def __repr__(self):
+        return f"Parameter({self.name or ''}{': ' if self.name else ''}{self.data.dtype} {self.data.shape})"
+
+
+def unique_parameters(module, ignored=()):
+    """(name, parameter) of each distinct parameter, under its first name."""
+    seen, found = set(), []
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in seen and name not in ignored:
+            seen.add(id(parameter))
+            found.append((name, parameter))
+    return found
+
+
+def broadcast_array(holder, attribute, group, src=0):
+    """Give holder.attribute the values of group rank `src`, in place where it is a writable NumPy array."""
+    value = getattr(holder, attribute)
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        cdist.broadcast(value, group_src=src, group=group)
+        return
+    copy = np.array(value)
+    cdist.broadcast(copy, group_src=src, group=group)
+    setattr(holder, attribute, as_kind_of(value, copy))
+
+
+def as_kind_of(example, array):
+    """`array` (NumPy, not shared with anybody) as the kind of array that `example` is."""
+    if isinstance(example, np.ndarray) or np.isscalar(example):
+        return array
+    kind = type(example)
+    if kind.__module__.split(".")[0] in ("jax", "jaxlib"):
+        import jax.numpy
+
+        return jax.numpy.asarray(array)
+    if kind.__module__.split(".")[0] == "torch":
+        import torch
+
+        return torch.from_numpy(array)
+    return kind(array)
