@@ -303,8 +303,10 @@ def _chain(rank, world):
     if rank == world - 1:
         time.sleep(2)
         return None
-    wait = cdist.irecv(np.zeros(3), 1).wait if rank == 0 else lambda timeout: cdist.recv(
-        np.zeros(3), rank + 1, timeout=timeout
+    wait = (
+        cdist.irecv(np.zeros(3), 1).wait
+        if rank == 0
+        else lambda timeout: cdist.recv(np.zeros(3), rank + 1, timeout=timeout)
     )
     with pytest.raises(cdist.DistTimeoutError) as caught:
         wait(timeout=1)

@@ -34,11 +34,11 @@ class Agent:
         self.hostname = socket.gethostname()
         self.workers = []
         self.streams = []
-        self.signals = []           # that came and were not acted upon yet
-        self.remote = None          # a failure that another node reported in this attempt
-        self.all_done = False       # on all nodes
-        self.is_cut_off = False     # from the other nodes
-        self.is_interrupted = False     # Ctrl-C: whoever waits wants to be gone within a second
+        self.signals = []  # that came and were not acted upon yet
+        self.remote = None  # a failure that another node reported in this attempt
+        self.all_done = False  # on all nodes
+        self.is_cut_off = False  # from the other nodes
+        self.is_interrupted = False  # Ctrl-C: whoever waits wants to be gone within a second
         # Taken out of this process' environment: the store that it hosts speaks the plain protocol, which
         # torch's clients understand too; the secret is for the connections between ranks.
         self.secret = os.environ.pop("CDIST_JOB_SECRET", None)
@@ -126,8 +126,10 @@ class Agent:
         elif options.node_rank == 0:
             self.host = StoreHost(self.address, self.port, options.nnodes > 1)
             if self.port and is_ephemeral(self.port):
-                self._say(f"cdistrun: warning: port {self.port} lies in the kernel's range for outgoing "
-                          "connections (ip_local_port_range); now and then it will be taken\n")
+                self._say(
+                    f"cdistrun: warning: port {self.port} lies in the kernel's range for outgoing "
+                    "connections (ip_local_port_range); now and then it will be taken\n"
+                )
         if self.host:
             self.port = self.host.port
 
@@ -138,6 +140,7 @@ class Agent:
         if self.host:
             self.host.serve()
         from cdist.launch.nodes import Nodes
+
         self.nodes = Nodes(options, self.host is not None)
         self.selector.register(self.nodes.descriptor, selectors.EVENT_READ, self._on_nodes)
         self.node_rank = None if options.dynamic else options.node_rank
@@ -153,15 +156,16 @@ class Agent:
                 self.nodes.begin_attempt(attempt)
             self._start_workers(attempt)
             if attempt == 0 and self.host and not self.nodes:
-                self.host.serve()       # after the start, so that loading it and starting Python overlap
+                self.host.serve()  # after the start, so that loading it and starting Python overlap
             code = self._watch(attempt)
             if code == 0:
                 return 0
             if self.is_cut_off:
                 break
             if attempt < self.options.max_restarts:
-                self._say(f"cdistrun: restarting all workers "
-                          f"({attempt + 1} of {self.options.max_restarts})\n")
+                self._say(
+                    f"cdistrun: restarting all workers ({attempt + 1} of {self.options.max_restarts})\n"
+                )
         return code
 
     def _start_workers(self, attempt):
@@ -191,22 +195,36 @@ class Agent:
         options = self.options
         world = options.nnodes * options.local_size
         usable = len(cores or os.sched_getaffinity(0))
-        env = {"OMP_NUM_THREADS": str(usable if cores else max(1, usable // options.local_size)),
-               "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+        env = {
+            "OMP_NUM_THREADS": str(usable if cores else max(1, usable // options.local_size)),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        }
         if options.local_size == 1 and not cores:
-            del env["OMP_NUM_THREADS"]      # libraries take all usable cores by themselves
+            del env["OMP_NUM_THREADS"]  # libraries take all usable cores by themselves
         if options.local_addr:
             env["CDIST_SOCKET_IFNAME"] = options.local_addr + ("/128" if ":" in options.local_addr else "/32")
-        env.update(os.environ)              # the user's values win
-        env.update({
-            "RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": options.local_size,
-            "GROUP_RANK": self._node_rank(), "GROUP_WORLD_SIZE": options.nnodes,
-            "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world, "ROLE_NAME": options.role,
-            "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
-            "TORCHELASTIC_RESTART_COUNT": attempt, "TORCHELASTIC_MAX_RESTARTS": options.max_restarts,
-            "TORCHELASTIC_RUN_ID": self.run_id, "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_ERROR_FILE": os.path.join(folder, "error.json"),
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle})
+        env.update(os.environ)  # the user's values win
+        env.update(
+            {
+                "RANK": rank,
+                "LOCAL_RANK": local,
+                "WORLD_SIZE": world,
+                "LOCAL_WORLD_SIZE": options.local_size,
+                "GROUP_RANK": self._node_rank(),
+                "GROUP_WORLD_SIZE": options.nnodes,
+                "ROLE_RANK": rank,
+                "ROLE_WORLD_SIZE": world,
+                "ROLE_NAME": options.role,
+                "MASTER_ADDR": self.address,
+                "MASTER_PORT": self.port,
+                "TORCHELASTIC_RESTART_COUNT": attempt,
+                "TORCHELASTIC_MAX_RESTARTS": options.max_restarts,
+                "TORCHELASTIC_RUN_ID": self.run_id,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_ERROR_FILE": os.path.join(folder, "error.json"),
+                "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
+            }
+        )
         env["CDIST_DUMP_DIR"] = self.dumps.folder
         if self.secret:
             env["CDIST_JOB_SECRET"] = self.secret
@@ -289,7 +307,7 @@ class Agent:
             self.nodes.report_failure(self.nodes.attempt, 128 + number, f"stopped by {signal_name(number)}")
         self.is_interrupted = number == signal.SIGINT
         grace = INTERRUPT_GRACE if self.is_interrupted else self.options.shutdown_timeout
-        with contextlib.suppress(_Stopped):     # asked twice: no grace
+        with contextlib.suppress(_Stopped):  # asked twice: no grace
             self._stop(number, grace)
         return 128 + number
 
@@ -298,7 +316,7 @@ class Agent:
         for worker in self.workers:
             if worker.is_running():
                 worker.send(number)
-                worker.send(signal.SIGCONT)     # one that is stopped cannot act on it
+                worker.send(signal.SIGCONT)  # one that is stopped cannot act on it
         end = time.monotonic() + grace
         while any(w.is_running() for w in self.workers) and time.monotonic() < end:
             self._turn(end - time.monotonic())
@@ -357,7 +375,7 @@ class Agent:
 
     def _on_output(self, stream, key):
         if stream.console and stream.console.is_full():
-            time.sleep(0.005)       # the worker waits, as it would if it wrote to the console itself
+            time.sleep(0.005)  # the worker waits, as it would if it wrote to the console itself
             return
         if stream.read(time.monotonic()) is None:
             self._unregister(key.fd)
@@ -372,8 +390,9 @@ class Agent:
         elif kind == "done":
             self.all_done = True
         elif not self.workers:
-            raise HostError(f"no connection to node 0 at {self.options.master_addr}:"
-                            f"{self.options.master_port}: {rest[0]}")
+            raise HostError(
+                f"no connection to node 0 at {self.options.master_addr}:{self.options.master_port}: {rest[0]}"
+            )
         else:
             self.is_cut_off = True
             self.remote = {"node": 0, "code": 1, "text": f"lost: its store does not answer: {rest[0]}"}

@@ -60,4 +60,5 @@ def _watch(pipe, folder):
             os.killpg(group, signal.SIGKILL)
     if folder:
         import shutil
+
         shutil.rmtree(folder, ignore_errors=True)

@@ -21,8 +21,16 @@ class StoreHost:
         from datetime import timedelta
 
         from cdist import TCPStore
-        self._store = TCPStore(self._address, self.port, None, True, timedelta(seconds=300), False,
-                               master_listen_fd=self.socket.detach())
+
+        self._store = TCPStore(
+            self._address,
+            self.port,
+            None,
+            True,
+            timedelta(seconds=300),
+            False,
+            master_listen_fd=self.socket.detach(),
+        )
 
     def close(self):
         """Stop the server."""
@@ -47,15 +55,18 @@ def _listen(address, port, several_nodes):
         listener.listen(4096)
     except OSError as error:
         listener.close()
-        raise HostError(f"cannot listen on {address}:{port}: {error.strerror}; choose another --master-port "
-                        "(or none, where there is one node)") from None
+        raise HostError(
+            f"cannot listen on {address}:{port}: {error.strerror}; choose another --master-port "
+            "(or none, where there is one node)"
+        ) from None
     return listener
 
 
 def _resolve(address, port):
-    try:    # numbers, as bytes, need neither the resolver's files nor Python's tables for names
-        return socket.getaddrinfo(address.encode(), port, type=socket.SOCK_STREAM,
-                                  flags=socket.AI_NUMERICHOST)
+    try:  # numbers, as bytes, need neither the resolver's files nor Python's tables for names
+        return socket.getaddrinfo(
+            address.encode(), port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
     except socket.gaierror:
         return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
 

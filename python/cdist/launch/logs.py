@@ -23,7 +23,7 @@ class Console:
         self.descriptor = descriptor
         self._backlog = collections.deque()
         self.backlog_bytes = 0
-        self._partial_of = None     # the stream whose unfinished line stands at the console's end
+        self._partial_of = None  # the stream whose unfinished line stands at the console's end
         self._is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
 
     def write(self, data, stream=None, finished=True):
@@ -46,7 +46,7 @@ class Console:
         while self._backlog and (self._is_file or self._is_ready()):
             data = self._backlog.popleft()
             # A pipe or terminal that polls as writable takes this much without blocking.
-            piece = data if self._is_file else data[:select.PIPE_BUF]
+            piece = data if self._is_file else data[: select.PIPE_BUF]
             try:
                 written = os.write(self.descriptor, piece)
             except OSError:
@@ -82,8 +82,8 @@ class Stream:
         self._prefix = prefix
         self._log = open(log_path, "ab", buffering=0) if log_path else None  # noqa: SIM115
         self._rest = b""
-        self._rest_shown = 0        # bytes of the rest that the console has already
-        self.rest_since = None      # when the rest began to wait for its end
+        self._rest_shown = 0  # bytes of the rest that the console has already
+        self.rest_since = None  # when the rest began to wait for its end
         self.tail = b""
 
     def read(self, now):
@@ -114,7 +114,7 @@ class Stream:
 
     def show_rest(self):
         """Show the beginning of a line whose end has not come."""
-        text = self._rest[self._rest_shown:]
+        text = self._rest[self._rest_shown :]
         if text:
             if self._rest_shown == 0:
                 text = self._prefix + text

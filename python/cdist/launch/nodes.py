@@ -54,7 +54,7 @@ class Nodes:
         """End the thread. The host waits up to `seconds` for the others to have seen the outcome."""
         self._leave_by = time.monotonic() + seconds
         self._stop.set()
-        if self._is_connected:      # a thread that still tries to connect ends with the process
+        if self._is_connected:  # a thread that still tries to connect ends with the process
             self._thread.join(seconds + 0.2)
 
     def _post(self, *event):
@@ -80,12 +80,13 @@ class Nodes:
 
     def _connect(self):
         from cdist import TCPStore
+
         options = self._options
         timeout = timedelta(seconds=options.timeout)
         return TCPStore(options.master_addr, options.master_port, None, False, timeout, False)
 
     def _watch(self):
-        seen = {}       # node → (beats, when they last changed)
+        seen = {}  # node → (beats, when they last changed)
         next_beat = 0.0
         told = -1
         while not self._stop.wait(_LOOK_EVERY):

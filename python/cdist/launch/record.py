@@ -33,6 +33,7 @@ def write_error(error):
         return
     import json  # here, since the launcher imports this module and is to start quickly
     import traceback
+
     callstack = "".join(traceback.format_exception(error))
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time())), "time": time.time()}
     text = json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}})
@@ -40,12 +41,13 @@ def write_error(error):
         with open(path, "x") as file:
             file.write(text)
     except OSError:
-        return      # the exception itself is on its way; a full disk is not to hide it
+        return  # the exception itself is on its way; a full disk is not to hide it
 
 
 def read_error(path):
     """Return (time in seconds, traceback) from a file of `record`, cdist's or torch's, or None."""
     import json
+
     try:
         with open(path) as file:
             message = json.load(file)["message"]

@@ -38,14 +38,16 @@ def _last_lines(text):
         return "\n".join(text.rstrip("\n").split("\n")[-20:])
     while begin > 0 and text[:begin].rstrip().endswith(_LINKS):
         begin = text.rfind(_TRACEBACK, 0, begin)
-    return text[max(begin, 0):]
+    return text[max(begin, 0) :]
 
 
 def describe(worker, hostname):
     """Return "rank 1 (host h, local rank 1, pid 5) ended with exit code 7 after 3.2 s, peak memory 9 MiB"."""
-    return (f"rank {worker.rank} (host {hostname}, local rank {worker.local_rank}, pid {worker.pid}) "
-            f"ended with {ending(worker.returncode)} after {worker.ended_at - worker.started_at:.1f} s"
-            + (f", peak memory {mebibytes(worker.peak_bytes)}" if worker.peak_bytes else ""))
+    return (
+        f"rank {worker.rank} (host {hostname}, local rank {worker.local_rank}, pid {worker.pid}) "
+        f"ended with {ending(worker.returncode)} after {worker.ended_at - worker.started_at:.1f} s"
+        + (f", peak memory {mebibytes(worker.peak_bytes)}" if worker.peak_bytes else "")
+    )
 
 
 def compose(failures, workers, hostname, memory, table=()):
@@ -56,8 +58,10 @@ def compose(failures, workers, hostname, memory, table=()):
         lines.append(f"cdistrun: {memory.hint()}")
     for failure in failures:
         if failure is not cause:
-            lines.append(f"cdistrun: {describe(failure.worker, hostname)}"
-                         + (": a consequence" if failure.is_consequence else ""))
+            lines.append(
+                f"cdistrun: {describe(failure.worker, hostname)}"
+                + (": a consequence" if failure.is_consequence else "")
+            )
     stopped = [str(worker.rank) for worker in workers if worker.was_signalled]
     if stopped:
         lines.append(f"cdistrun: stopped for it: rank {', '.join(stopped)}")

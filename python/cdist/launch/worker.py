@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def die_with_parent(parent, death_signal=signal.SIGKILL):
     """Have the kernel end this process when the thread that started it ends; `parent`: that one's pid."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
-    if os.getppid() != parent:      # it died before the request
+    if os.getppid() != parent:  # it died before the request
         os.kill(os.getpid(), death_signal)
 
 
@@ -47,8 +47,9 @@ class Worker:
         self.started_at = time.time()
         (self.stdout, out), (self.stderr, err) = os.pipe(), os.pipe()
         try:
-            self._process = subprocess.Popen(argv, env=env, stdout=out, stderr=err, start_new_session=True,
-                                             preexec_fn=prepare)
+            self._process = subprocess.Popen(
+                argv, env=env, stdout=out, stderr=err, start_new_session=True, preexec_fn=prepare
+            )
         except BaseException:
             os.close(self.stdout)
             os.close(self.stderr)
@@ -90,7 +91,7 @@ class Worker:
             self._guard.remove(self.pid)
             _, _, usage = os.wait4(self.pid, 0)
             self.peak_bytes = usage.ru_maxrss * 1024
-        self._process.returncode = self.returncode      # else its destructor would wait for the number
+        self._process.returncode = self.returncode  # else its destructor would wait for the number
         self._process = None
         if self.exit_descriptor is not None:
             os.close(self.exit_descriptor)
