@@ -72,6 +72,7 @@ sanitize-python: ## some of the Python tests on an extension under ASan+UBSan (n
 
 lint:           ## ruff and the layering and style tests
 	$(PY) -m ruff check python tests benchmarks examples setup.py
+	$(PY) -m ruff format --check python tests benchmarks examples setup.py
 	$(PYTEST) tests/test_layering.py tests/test_style.py
 
 bench: $(VENV)/.installed-bench        ## the benchmarks, competitors in the same run (torch must be in EXTRAS)

@@ -1,7 +1,9 @@
 """Our own rules that no formatter checks."""
 
+import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,18 @@ def test_python_file(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 600, "split by object"
     assert not re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text)
+
+
+HAS_RUFF = importlib.util.find_spec("ruff") is not None
+
+
+@pytest.mark.skipif(not HAS_RUFF, reason="ruff is not installed; the test extra has it")
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["check", "format"])
+def test_ruff(command):
+    places = ["python", "tests", "benchmarks", "examples", "setup.py"]
+    line = [sys.executable, "-m", "ruff", *command, "--no-cache", *places]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_nothing_generated_is_tracked():
