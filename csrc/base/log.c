@@ -24,10 +24,16 @@ static bool setting_has(const char *word)
     return false;
 }
 
+/* 0 = to be read; otherwise level + 1. Every thread would compute the same value. */
+static _Atomic int cached;
+
+void cd_log_reread(void)
+{
+    atomic_store_explicit(&cached, 0, memory_order_relaxed);
+}
+
 bool cd_log_wants(cd_log_level level)
 {
-    /* 0 = not yet read; otherwise level + 1. Every thread would compute the same value. */
-    static _Atomic int cached;
     int wanted = atomic_load_explicit(&cached, memory_order_relaxed);
     if (wanted == 0) {
         wanted = CD_LOG_WARN + 1;

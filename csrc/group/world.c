@@ -150,6 +150,7 @@ static cd_status open_recorder(cd_world *w)
 
 cd_status cd_world_open(const cd_world_config *config, cd_store *store, const cd_patience *patience, cd_world **out)
 {
+    cd_log_reread();
     CD_TRY(check_config(config));
     if (config->world > 1 && !store)
         return cd_fail(CD_BAD_ARGUMENT, "a world of %d ranks needs a store to meet", config->world);
