@@ -149,11 +149,14 @@ def main(options):
     first, losses = 0, []
     if options.checkpoint.exists() and not options.fresh:
         first, losses = restore(options.checkpoint, model, optimizer)
+        if rank == 0:
+            print(f"{options.checkpoint} holds {first} epochs: going on from there (--fresh: from the start)")
     dist.barrier()  # nobody writes a checkpoint that another rank has not read yet
     ddp = dist.DistributedDataParallel(model)
     sampler = dist.DistributedSampler(images, seed=0)
 
-    epochs = tqdm(range(first, options.epochs), desc=f"{world} ranks", unit="epoch", disable=rank != 0)
+    is_quiet = rank != 0 or first >= options.epochs
+    epochs = tqdm(range(first, options.epochs), desc=f"{world} ranks", unit="epoch", disable=is_quiet)
     for epoch in epochs:
         sampler.set_epoch(epoch)
         rate = options.rate * (0.1 if epoch >= 0.75 * options.epochs else 1)

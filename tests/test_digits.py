@@ -19,11 +19,17 @@ def command(ranks, *options):
     return [*launcher, str(EXAMPLE), *map(str, options)]
 
 
-def train(ranks, checkpoint, *options):
+def output(ranks, checkpoint, *options):
     line = command(ranks, "--checkpoint", checkpoint, *options)
     done = subprocess.run(line, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    return float(re.search(r"test accuracy: ([\d.]+)%", done.stdout)[1])
+    return done
+
+
+def train(ranks, checkpoint, *options):
+    text = output(ranks, checkpoint, *options).stdout
+    assert "going on from there" not in text
+    return float(re.search(r"test accuracy: ([\d.]+)%", text)[1])
 
 
 def losses(checkpoint):
@@ -51,9 +57,15 @@ def test_a_run_goes_on_from_a_checkpoint_at_another_world_size(reference, tmp_pa
         kept = {name: file[name] for name in file.files}
     np.testing.assert_allclose(kept["losses"][:15], reference[:15], rtol=0, atol=1e-9)
     assert kept["epoch"] == 19
-    train(1, tmp_path / "part.npz", "--epochs", 30)
+    said = f"{tmp_path / 'part.npz'} holds 20 epochs: going on from there"
+    assert output(1, tmp_path / "part.npz", "--epochs", 30).stdout.count(said) == 1
     assert len(losses(tmp_path / "part.npz")) == 30
     np.testing.assert_array_equal(losses(tmp_path / "part.npz")[:20], kept["losses"])
+    again = output(2, tmp_path / "part.npz", "--epochs", 30)
+    assert "holds 30 epochs" in again.stdout
+    assert "test accuracy: 9" in again.stdout
+    assert "epoch" not in again.stderr  # no bar of no epochs
+    assert train(1, tmp_path / "part.npz", "--epochs", 2, "--fresh") > 80
 
 
 def workers_of(launcher):

@@ -177,6 +177,24 @@ def test_ways_to_start(launcher):
     assert defaults.stdout == "worker.py __main__\n" * 2
 
 
+def test_the_launcher_of_old(launcher):
+    """python -m cdist.launch: --local-rank=N comes first unless --use-env is given."""
+    script = launcher.script("print(os.environ['LOCAL_RANK'], *sys.argv[1:])")
+
+    def lines(*arguments):
+        command = [sys.executable, "-m", "cdist.launch", PER_NODE, 2, *arguments]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60)
+        return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+
+    assert lines(script, "--lr", 1) == (0, ["0 --local-rank=0 --lr 1", "1 --local-rank=1 --lr 1"], "")
+    assert lines("--use-env", script, "x") == (0, ["0 x", "1 x"], "")
+    assert lines("--use_env", "--no-python", "/bin/echo", "y") == (0, ["y", "y"], "")
+    code, _, text = lines("--no-python", "/bin/echo")
+    assert (code, text) == (2, "cdistrun: --no-python needs --use-env: a program is not given --local-rank\n")
+    with pytest.raises(options.OptionError, match="unrecognized arguments: --use-env"):
+        options.parse(["--use-env", "s"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -289,7 +307,7 @@ def test_threads_follow_the_usable_cores(launcher):  # K169
 @pytest.mark.parametrize("package", ["cdist", "torch.distributed"])
 def test_the_launchers_store_serves_the_ranks(launcher, package):
     """The secret of the job is there, and does not keep torch's clients out."""
-    pytest.importorskip(package)
+    pytest.importorskip(package, reason="torch comes with EXTRAS in .ci/run")
     script = launcher.script("""
         import importlib
         package = importlib.import_module(sys.argv[1])
@@ -481,7 +499,9 @@ def test_record_alone(monkeypatch, tmp_path):
 
 
 def test_torchs_record_is_read(tmp_path, monkeypatch):
-    errors = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    errors = pytest.importorskip(
+        "torch.distributed.elastic.multiprocessing.errors", reason="torch comes with EXTRAS in .ci/run"
+    )
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
 
     @errors.record

@@ -19,8 +19,8 @@ static const cd_knob_row rows[] = {
     {"CDIST_PORT_RANGE", "", "ports for data connections (\"20000-20100\"); default: free ports"},
     {"GLOO_SOCKET_IFNAME", "", "as CDIST_SOCKET_IFNAME, which goes first"},
     {"CDIST_STORE_BIND", "",
-     "address on which the store of rank 0 listens; default: MASTER_ADDR itself, never a wildcard unless "
-     "given here"},
+     "address on which the store of rank 0 listens; default: those of MASTER_ADDR, where that means loopback "
+     "on rank 0's host alone also the one of the route outward; never a wildcard unless given here"},
     {"CDIST_JOB_SECRET", "",
      "64 hex digits: connections must prove that they know it; made by cdistrun for each job"},
     {"CDIST_STALL_SECONDS", "60", "after how long a waiting operation is reported as stalled; 0: never"},

@@ -35,155 +35,144 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return ", ".join(names) + value
 
 
-def _add(parser, name, **kw):
+def _add(parser, name, metavar, text, short=(), **kw):
     """Add an option under its hyphen and underscore names, with its default from PET_<NAME>."""
+    kw |= {"help": text} | ({"metavar": metavar} if metavar else {"action": "store_true"})
     long = "--" + name
-    names = [*kw.pop("short", []), long] + (["--" + name.replace("-", "_")] if "-" in name else [])
+    names = [*short, long] + (["--" + name.replace("-", "_")] if "-" in name else [])
     from_env = os.environ.get("PET_" + name.replace("-", "_").upper())
     if from_env is not None:
-        is_flag = kw.get("action") == "store_true"
-        kw["default"] = from_env.lower() not in ("", "0", "false") if is_flag else from_env
+        kw["default"] = from_env if metavar else from_env.lower() not in ("", "0", "false")
     parser.add_argument(*names, **kw)
 
 
-def _parser():
+# The groups of options, as --help shows them: (name, metavar or None for a switch, help, further arguments).
+_GROUPS = {
+    "where": [
+        ("nproc-per-node", "N", "processes on each node: a number, cpu, gpu or auto (1)", {"default": "1"}),
+        ("nnodes", "N", "number of nodes (hosts) (1)", {"default": "1"}),
+        ("node-rank", "N", "this node's number, 0 … nnodes − 1 (0)", {"type": int}),
+        ("master-addr", "HOST", "address of node 0 (127.0.0.1)", {}),
+        ("master-port", "PORT", "port of node 0 (29500; for one node a free one)", {"type": int}),
+        ("local-addr", "HOST", "address that this node's ranks tell the others", {}),
+        ("standalone", None, "one node, a free port", {}),
+        (
+            "rdzv-backend",
+            "NAME",
+            "static, or c10d: the nodes number themselves at the endpoint (static)",
+            {"default": "static"},
+        ),
+        ("rdzv-endpoint", "HOST:PORT", "node 0 (port 29400)", {"default": ""}),
+        ("rdzv-id", "NAME", "name of the job, where several share an endpoint", {"default": "none"}),
+        (
+            "rdzv-conf",
+            "K=V,…",
+            "seconds (and count): timeout=900,keep_alive_interval=5,keep_alive_max_attempt=3",
+            {"default": ""},
+        ),
+        (
+            "bind",
+            "WHAT",
+            "cores of each worker: none (it may use all), core (a share of its own) or numa (none)",
+            {"default": "none", "choices": ["none", "core", "numa"]},
+        ),
+        ("virtual-local-rank", None, "each worker sees one GPU and is local rank 0", {}),
+    ],
+    "what": [
+        ("module", None, "the script is a module, as in python -m", {"short": ["-m"]}),
+        ("no-python", None, "the script is a program of its own", {}),
+        ("run-path", None, "run the script with runpy.run_path", {}),
+    ],
+    "failures": [
+        (
+            "max-restarts",
+            "N",
+            "how often all workers are started again after a failure (0)",
+            {"default": 0, "type": int},
+        ),
+        ("shutdown-timeout", "S", "seconds from SIGTERM to SIGKILL (30)", {"default": 30.0, "type": float}),
+        (
+            "signals-to-handle",
+            "NAMES",
+            "signals that end the job (%(default)s)",
+            {"default": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"},
+        ),
+    ],
+    "output": [
+        ("log-dir", "FOLDER", "keep stdout.log and stderr.log of each rank there", {}),
+        (
+            "redirects",
+            "WHAT",
+            "to log files only: 1 stdout, 2 stderr, 3 both, or for each local rank: 0:3,1:1",
+            {"short": ["-r"], "default": "0"},
+        ),
+        (
+            "tee",
+            "WHAT",
+            "to log files and, with a prefix, to the console: likewise",
+            {"short": ["-t"], "default": "0"},
+        ),
+        (
+            "log-line-prefix-template",
+            "TEXT",
+            "prefix of a line, of ${role_name} ${local_rank} ${rank} ${hostname}",
+            {"default": ""},
+        ),
+        (
+            "local-ranks-filter",
+            "RANKS",
+            "local ranks that the console shows, by comma (all)",
+            {"default": ""},
+        ),
+        ("role", "NAME", "name of the workers' role", {"default": "default"}),
+    ],
+    "accepted for torchrun's sake": [
+        ("numa-binding", "NAME", "as --bind numa", {}),
+        (
+            "monitor-interval",
+            "S",
+            "seconds between looks, where the kernel does not tell by itself (0.1)",
+            {"default": 0.1, "type": float},
+        ),
+        ("start-method", "NAME", "without effect", {"default": "spawn"}),
+        ("event-log-handler", "NAME", "without effect", {"default": "null"}),
+    ],
+}
+_USE_ENV = "the script reads LOCAL_RANK; without this it is given --local-rank=N as its first argument"
+
+
+def _parser(is_legacy=False):
+    name = "python -m cdist.launch" if is_legacy else "cdistrun"
     parser = _Parser(
-        prog="cdistrun",
+        prog=name,
         allow_abbrev=False,
         formatter_class=_Formatter,
-        usage="cdistrun [options] script [arguments of the script]",
+        usage=f"{name} [options] script [arguments of the script]",
         description="Start one process a rank, watch over them and end the job as one.",
-        epilog="example: cdistrun --nproc-per-node 4 train.py --epochs 3\n"
+        epilog=f"example: {name} --nproc-per-node 4 train.py --epochs 3\n"
         "Each option may also be given as PET_<NAME> in the environment.",
     )
-    _add_places(parser)
-    _add_script(parser)
-    _add_failures(parser)
-    _add_output(parser)
-    _add_accepted(parser)
+    for title, rows in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        if is_legacy and title == "what":
+            _add(group, "use-env", None, _USE_ENV)
+        for option, metavar, text, arguments in rows:
+            _add(group, option, metavar, text, **arguments)
     parser.add_argument("script", help="the program to run")
     parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
-def _add_places(parser):
-    group = parser.add_argument_group("where")
-    add = lambda name, **kw: _add(group, name, **kw)  # noqa: E731
-    add(
-        "nproc-per-node",
-        default="1",
-        metavar="N",
-        help="processes on each node: a number, cpu, gpu or auto (1)",
-    )
-    add("nnodes", default="1", metavar="N", help="number of nodes (hosts) (1)")
-    add("node-rank", default=None, type=int, metavar="N", help="this node's number, 0 … nnodes − 1 (0)")
-    add("master-addr", default=None, metavar="HOST", help="address of node 0 (127.0.0.1)")
-    add(
-        "master-port",
-        default=None,
-        type=int,
-        metavar="PORT",
-        help="port of node 0 (29500; for one node a free one)",
-    )
-    add("local-addr", default=None, metavar="HOST", help="address that this node's ranks tell the others")
-    add("standalone", action="store_true", help="one node, a free port")
-    add(
-        "rdzv-backend",
-        default="static",
-        metavar="NAME",
-        help="static, or c10d: the nodes number themselves at the endpoint (static)",
-    )
-    add("rdzv-endpoint", default="", metavar="HOST:PORT", help="node 0 (port 29400)")
-    add("rdzv-id", default="none", metavar="NAME", help="name of the job, where several share an endpoint")
-    add(
-        "rdzv-conf",
-        default="",
-        metavar="K=V,…",
-        help="seconds (and count): timeout=900,keep_alive_interval=5,keep_alive_max_attempt=3",
-    )
-    add("bind", default="none", choices=["none", "core", "numa"], help="cores of each worker (none: all)")
-    add("virtual-local-rank", action="store_true", help="each worker sees one GPU and is local rank 0")
+def parse(argv, is_legacy=False):
+    """Return the options of a command line as an object. Errors: OptionError.
 
-
-def _add_script(parser):
-    group = parser.add_argument_group("what")
-    _add(group, "module", short=["-m"], action="store_true", help="the script is a module, as in python -m")
-    _add(group, "no-python", action="store_true", help="the script is a program of its own")
-    _add(group, "run-path", action="store_true", help="run the script with runpy.run_path")
-
-
-def _add_failures(parser):
-    group = parser.add_argument_group("failures")
-    add = lambda name, **kw: _add(group, name, **kw)  # noqa: E731
-    add(
-        "max-restarts",
-        default=0,
-        type=int,
-        metavar="N",
-        help="how often all workers are started again after a failure (0)",
-    )
-    add(
-        "shutdown-timeout", default=30.0, type=float, metavar="S", help="seconds from SIGTERM to SIGKILL (30)"
-    )
-    add(
-        "signals-to-handle",
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        metavar="NAMES",
-        help="signals that end the job (%(default)s)",
-    )
-
-
-def _add_output(parser):
-    group = parser.add_argument_group("output")
-    add = lambda name, **kw: _add(group, name, **kw)  # noqa: E731
-    add("log-dir", default=None, metavar="FOLDER", help="keep stdout.log and stderr.log of each rank there")
-    add(
-        "redirects",
-        short=["-r"],
-        default="0",
-        metavar="WHAT",
-        help="to log files only: 1 stdout, 2 stderr, 3 both, or for each local rank: 0:3,1:1",
-    )
-    add(
-        "tee",
-        short=["-t"],
-        default="0",
-        metavar="WHAT",
-        help="to log files and, with a prefix, to the console: likewise",
-    )
-    add(
-        "log-line-prefix-template",
-        default="",
-        metavar="TEXT",
-        help="prefix of a line, of ${role_name} ${local_rank} ${rank} ${hostname}",
-    )
-    add(
-        "local-ranks-filter",
-        default="",
-        metavar="RANKS",
-        help="local ranks that the console shows, by comma (all)",
-    )
-    add("role", default="default", metavar="NAME", help="name of the workers' role")
-
-
-def _add_accepted(parser):
-    group = parser.add_argument_group("accepted for torchrun's sake")
-    add = lambda name, **kw: _add(group, name, **kw)  # noqa: E731
-    add("numa-binding", default=None, metavar="NAME", help="as --bind numa")
-    add(
-        "monitor-interval",
-        default=0.1,
-        type=float,
-        metavar="S",
-        help="seconds between looks, where the kernel does not tell by itself (0.1)",
-    )
-    add("start-method", default="spawn", metavar="NAME", help="without effect")
-    add("event-log-handler", default="null", metavar="NAME", help="without effect")
-
-
-def parse(argv):
-    """Return the options of a command line as an object. Errors: OptionError."""
-    options = _parse_names(_parser(), argv)
+    `is_legacy`: the command line is that of torch.distributed.launch, which has --use-env.
+    """
+    options = _parse_names(_parser(is_legacy), argv)
+    if is_legacy and not options.use_env:
+        if options.no_python:
+            raise OptionError("--no-python needs --use-env: a program is not given --local-rank")
+        options.script_args.insert(0, "--local-rank=${local_rank}")
     if options.numa_binding is not None:
         options.bind = "numa"
     options.local_size = _local_size(options.nproc_per_node)
