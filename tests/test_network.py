@@ -4,6 +4,8 @@ Hosts are network namespaces (tests/hosts.py), so that any port is free, any int
 name resolves.
 """
 
+import contextlib
+import ipaddress
 import os
 import random
 import re
@@ -20,7 +22,7 @@ from cdist import errors
 from cdist.store import TCPStore
 from cdist.testing import run
 from collective_cases import MOVING, REDUCING, failures
-from hosts import hosts, needs_hosts, world
+from hosts import hosts, needs_hosts, python, world
 
 LAUNCH = [sys.executable, "-m", "cdist.run"]
 
@@ -291,6 +293,104 @@ def test_no_name_is_looked_up():
         for host in places:
             counted = host.run(["iptables", "-w", "-nvxL", "OUTPUT"]).stdout
             assert re.search(r"^\s+0\s+0 DROP ", counted, re.MULTILINE), counted
+
+
+# A host's own name as Debian's installer leaves it: loopback there, and the real address everywhere else.
+DEBIAN = "127.0.0.1 localhost\n127.0.1.1 host0\n"
+
+
+def _debian_hosts(stack):
+    places = stack.enter_context(hosts(2))
+    places[0].replace("/etc/hosts", DEBIAN)
+    places[1].replace("/etc/hosts", f"127.0.0.1 localhost\n{places[0].address} host0\n")
+    return places
+
+
+def _listening():
+    """Addresses on which this host listens; IPv6's as they stand in the kernel's table."""
+    found = set()
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(FileNotFoundError), open(name) as file:
+            rows = [line.split() for line in list(file)[1:]]
+            found |= {row[1].partition(":")[0] for row in rows if row[3] == "0A"}
+    return {str(ipaddress.ip_address(bytes.fromhex(a)[::-1])) if len(a) == 8 else a for a in found}
+
+
+def _sum_and_listening(rank, size):
+    cdist.barrier()
+    seen = _listening()
+    cdist.barrier()
+    return _sum(rank, size), seen
+
+
+@needs_hosts
+def test_a_master_whose_name_means_loopback_on_its_own_host(capfd):
+    """Rank 0 listens on what the other hosts reach too, never on all addresses, and says so."""
+    with contextlib.ExitStack() as stack:
+        places = _debian_hosts(stack)
+        outcomes = world(places, _sum_and_listening, per_host=2, master="host0")
+        assert [total for total, _ in outcomes] == [10.0] * 4
+        assert outcomes[0][1] == {"127.0.1.1", places[0].address}
+        assert outcomes[2][1] == {places[1].address}
+    said = capfd.readouterr().err
+    assert said.count("'host0' means 127.0.1.1 on this host") == 1
+    assert f"listening on {places[0].address} too" in said
+
+
+@needs_hosts
+def test_an_interface_that_is_named_is_listened_on():
+    with hosts(2, networks=2) as places:
+        places[0].replace("/etc/hosts", DEBIAN)
+        places[1].replace("/etc/hosts", f"127.0.0.1 localhost\n{places[0].addresses[1]} host0\n")
+        outcomes = world(places, _sum_and_listening, master="host0", environ={"CDIST_SOCKET_IFNAME": "eth1"})
+        assert [total for total, _ in outcomes] == [3.0] * 2
+        assert outcomes[0][1] == {"127.0.1.1", places[0].addresses[1]}
+
+
+@needs_hosts
+def test_ranks_of_one_host_listen_on_loopback_alone(tmp_path):
+    """The launcher says that all ranks are here: then the name may well mean loopback."""
+    script = _script(tmp_path, SUM + "    sys.path.append(os.environ['TESTS'])\n").read_text()
+    script = "import sys\n" + script + "from test_network import _listening\nprint(*_listening())\n"
+    path = _script(tmp_path, script)
+    with contextlib.ExitStack() as stack:
+        host = _debian_hosts(stack)[0]
+        where = dict(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="host0", MASTER_PORT="7000")
+        env = {**os.environ, **where, "TESTS": os.path.dirname(__file__)}
+        assert host.run([sys.executable, path], env=env).stdout == "1.0 host0\n127.0.1.1\n"
+
+
+@needs_hosts
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_launchers_meet_at_a_name_that_means_loopback_there(tmp_path, dynamic):
+    script = _script(tmp_path, SUM)
+    probe = "import socket; socket.create_connection(('host0', 7000), 5)"
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for host in _debian_hosts(stack):
+            where = ["--node-rank", host.index, "--master-addr", "host0", "--master-port", 7000]
+            if dynamic:
+                where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:7000"]
+            command = [*LAUNCH, "--nnodes", 2, "--nproc-per-node", 2, *where, script]
+            jobs.append(host.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            if not jobs[1:]:
+                while host.run([sys.executable, "-c", probe], check=False).returncode:
+                    assert jobs[0].poll() is None, jobs[0].communicate()[1]
+        for job in jobs:
+            out, err = job.communicate(timeout=60)
+            assert job.returncode == 0, err
+            assert out == "10.0 host0\n" * 2
+
+
+@needs_hosts
+def test_a_name_that_means_oneself_on_another_host_is_said():
+    """localhost as MASTER_ADDR of several hosts: each asks itself, and is told that."""
+    with hosts(2) as places:
+        ask = python("from cdist import TCPStore; TCPStore('localhost', 7000, timeout=0.3)")
+        text = places[1].run(ask, check=False).stderr
+    assert text.rstrip().endswith(
+        "That address is this very host; where rank 0 is on another one, MASTER_ADDR is wrong"
+    )
 
 
 # ---- memory is shared within a host only

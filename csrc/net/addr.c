@@ -27,6 +27,59 @@ socklen_t cd_addr_bytes(const struct sockaddr_storage *address)
     return address->ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
 }
 
+/* A numeric address and port as one. */
+static bool of_number(const char *text, uint16_t port, struct sockaddr_storage *out)
+{
+    *out = (struct sockaddr_storage){0};
+    struct sockaddr_in *four = (struct sockaddr_in *)out;
+    struct sockaddr_in6 *six = (struct sockaddr_in6 *)out;
+    if (inet_pton(AF_INET, text, &four->sin_addr) == 1) {
+        four->sin_family = AF_INET;
+        four->sin_port = htons(port);
+        return true;
+    }
+    if (inet_pton(AF_INET6, text, &six->sin6_addr) == 1) {
+        six->sin6_family = AF_INET6;
+        six->sin6_port = htons(port);
+        return true;
+    }
+    return false;
+}
+
+/* A number, or a name that whoever gives it means loopback by. */
+static bool is_meant(const char *host)
+{
+    struct sockaddr_storage number;
+    return of_number(host, 0, &number) || strcasestr(host, "localhost") || strcasestr(host, "loopback");
+}
+
+static bool is_among(const struct sockaddr_storage *one, const struct sockaddr_storage *list, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (one->ss_family == list[i].ss_family && memcmp(one, &list[i], cd_addr_bytes(one)) == 0)
+            return true;
+    return false;
+}
+
+static cd_status lead_outward(const char *host, uint16_t port, struct sockaddr_storage *out, int most, int *count_p)
+{
+    int count = *count_p;
+    bool is_here = false, found;
+    for (int i = 0; i < count; i++)
+        is_here = is_here || cd_addr_is_loopback_of(&out[i]);
+    struct sockaddr_storage outward;
+    if (!is_here || is_meant(host))
+        return CD_OK;
+    CD_TRY(cd_addr_outward(port, &outward, &found));
+    if (!found || is_among(&outward, out, count))
+        return CD_OK;
+    count = count < most ? count : most - 1;
+    memmove(out + 1, out, (size_t)count * sizeof *out);
+    out[0] = outward;
+    *count_p = count + 1;
+    return CD_OK;
+}
+
 cd_status cd_addr_resolve(const char *host, uint16_t port, struct sockaddr_storage *out, int most, int *count_p)
 {
     struct addrinfo hints = {.ai_family = AF_UNSPEC, .ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICSERV};
@@ -37,14 +90,18 @@ cd_status cd_addr_resolve(const char *host, uint16_t port, struct sockaddr_stora
     if (error)
         return cd_fail(CD_NETWORK, "cannot resolve host '%s': %s", host, gai_strerror(error));
     int count = 0;
-    for (struct addrinfo *a = list; a && count < most; a = a->ai_next)
-        if (a->ai_family == AF_INET || a->ai_family == AF_INET6)
-            memcpy(&out[count++], a->ai_addr, a->ai_addrlen);
+    for (struct addrinfo *a = list; a && count < most; a = a->ai_next) {
+        if (a->ai_family != AF_INET && a->ai_family != AF_INET6)
+            continue;
+        out[count] = (struct sockaddr_storage){0};
+        memcpy(&out[count], a->ai_addr, a->ai_addrlen);
+        count += !is_among(&out[count], out, count);
+    }
     freeaddrinfo(list);
     if (!count)
         return cd_fail(CD_NETWORK, "host '%s' has no IPv4 or IPv6 address", host);
     *count_p = count;
-    return CD_OK;
+    return lead_outward(host, port, out, most, count_p);
 }
 
 /* A connected datagram socket sends nothing, but the kernel has chosen its source address by the route. */
@@ -140,6 +197,59 @@ cd_status cd_addr_setting(char *out, size_t bytes)
     }
     out[0] = 0;
     return CD_OK;
+}
+
+/* The first address of an interface that is up and has a cable, IPv4 before IPv6, as text. */
+static bool first_interface(char *out, size_t bytes)
+{
+    struct ifaddrs *list;
+    if (getifaddrs(&list) != 0)
+        return false;
+    bool found = false;
+    for (int six = 0; six < 2 && !found; six++)
+        for (struct ifaddrs *i = list; i && !found; i = i->ifa_next)
+            if (is_usable(i) && !(i->ifa_flags & IFF_LOOPBACK) && (i->ifa_flags & IFF_RUNNING) &&
+                (i->ifa_addr->sa_family == AF_INET6) == six) {
+                cd_addr_text(i->ifa_addr, out, bytes);
+                found = true;
+            }
+    freeifaddrs(list);
+    return found;
+}
+
+cd_status cd_addr_outward(uint16_t port, struct sockaddr_storage *out, bool *found_p)
+{
+    /* Set aside for documentation, so that no route but the default one leads there. */
+    static const char *const far_away[] = {"192.0.2.1", "2001:db8::1"};
+    char text[64];
+    CD_TRY(cd_addr_setting(text, sizeof text));
+    bool found = text[0] != 0;
+    for (int i = 0; i < 2 && !found; i++) {
+        struct sockaddr_storage far;
+        found = of_number(far_away[i], 1, &far) && route_source(&far, text, sizeof text) && !cd_addr_is_loopback(text);
+    }
+    found = found || first_interface(text, sizeof text);
+    *found_p = found && of_number(text, port, out);
+    return CD_OK;
+}
+
+bool cd_addr_is_loopback_of(const struct sockaddr_storage *address)
+{
+    char text[64];
+    cd_addr_text((const struct sockaddr *)address, text, sizeof text);
+    return cd_addr_is_loopback(text);
+}
+
+bool cd_addr_stays_here(const char *host)
+{
+    struct sockaddr_storage found[8];
+    int count;
+    if (cd_addr_resolve(host, 1, found, 8, &count) != CD_OK)
+        return false;
+    for (int i = 0; i < count; i++)
+        if (!cd_addr_is_loopback_of(&found[i]))
+            return false;
+    return true;
 }
 
 bool cd_addr_is_loopback(const char *address)

@@ -1,6 +1,7 @@
 #include "net/sock.h"
 
 #include "base/knob.h"
+#include "base/log.h"
 #include "net/addr.h"
 
 #include <errno.h>
@@ -10,6 +11,7 @@
 #include <poll.h>
 #include <sched.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -41,14 +43,14 @@ static uint16_t port_of(const struct sockaddr_storage *address)
                                                 : ((const struct sockaddr_in *)address)->sin_port);
 }
 
-cd_status cd_sock_listen(const char *address, uint16_t port, int *fd_p, uint16_t *port_p)
+static cd_status listen_on(struct sockaddr_storage bound, const char *address, uint16_t port, int *fd_p, uint16_t *port_p,
+                           int *error_p)
 {
-    struct sockaddr_storage bound;
-    int count;
-    CD_TRY(cd_addr_resolve(address, port, &bound, 1, &count));
     int fd = socket(bound.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0)
+    if (fd < 0) {
+        *error_p = errno;
         return cd_fail_errno(CD_NETWORK, errno, "cannot make a socket");
+    }
     int on = 1, off = 0;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
     if (bound.ss_family == AF_INET6)
@@ -56,7 +58,7 @@ cd_status cd_sock_listen(const char *address, uint16_t port, int *fd_p, uint16_t
     socklen_t bytes = cd_addr_bytes(&bound);
     if (bind(fd, (struct sockaddr *)&bound, bytes) != 0 || listen(fd, BACKLOG) != 0 ||
         getsockname(fd, (struct sockaddr *)&bound, &bytes) != 0) {
-        int error = errno;
+        int error = *error_p = errno;
         close(fd);
         const char *remedy = error == EADDRINUSE      ? " (port in use: choose another, or 0 for a free one)"
                              : error == EADDRNOTAVAIL ? " (not an address of this host)"
@@ -66,6 +68,88 @@ cd_status cd_sock_listen(const char *address, uint16_t port, int *fd_p, uint16_t
     *fd_p = fd;
     *port_p = port_of(&bound);
     return CD_OK;
+}
+
+cd_status cd_sock_listen(const char *address, uint16_t port, int *fd_p, uint16_t *port_p)
+{
+    struct sockaddr_storage bound;
+    int count, error;
+    CD_TRY(cd_addr_resolve(address, port, &bound, 1, &count));
+    return listen_on(bound, address, port, fd_p, port_p, &error);
+}
+
+static void close_all(const int *fds, int count)
+{
+    for (int i = 0; i < count; i++)
+        close(fds[i]);
+}
+
+static void set_port(struct sockaddr_storage *address, uint16_t port)
+{
+    if (address->ss_family == AF_INET6)
+        ((struct sockaddr_in6 *)address)->sin6_port = htons(port);
+    else
+        ((struct sockaddr_in *)address)->sin_port = htons(port);
+}
+
+/* One try; port 0 becomes that which the first address got. */
+static cd_status listen_at(struct sockaddr_storage *found, int count, uint16_t *port_p, int *fds, int *count_p, int *error_p)
+{
+    int made = 0;
+    cd_status status = CD_OK;
+    for (int i = 0; i < count; i++) {
+        char text[64];
+        cd_addr_text((const struct sockaddr *)&found[i], text, sizeof text);
+        set_port(&found[i], *port_p);
+        status = listen_on(found[i], text, *port_p, &fds[made], port_p, error_p);
+        if (status == CD_OK)
+            made++;
+        else if (*error_p != EADDRNOTAVAIL && *error_p != EAFNOSUPPORT) {
+            close_all(fds, made);
+            return status;
+        }
+    }
+    *count_p = made;
+    return made ? CD_OK : status;
+}
+
+/* Loopback addresses alone, or all, and then what was added to what the name means here is said. */
+static int choose_addresses(const char *host, bool is_one_host, struct sockaddr_storage *found, int count)
+{
+    int here = count - 1;
+    while (here >= 0 && !cd_addr_is_loopback_of(&found[here]))
+        here--;
+    if (here < 1 || cd_addr_is_loopback_of(&found[0]))
+        return count;
+    if (is_one_host) {
+        memmove(found, found + 1, (size_t)(count - 1) * sizeof *found);
+        return count - 1;
+    }
+    char added[64], named[64];
+    cd_addr_text((const struct sockaddr *)&found[0], added, sizeof added);
+    cd_addr_text((const struct sockaddr *)&found[here], named, sizeof named);
+    cd_log(CD_LOG_WARN, "'%s' means %s on this host (/etc/hosts), which no other host reaches: listening on %s too; "
+           "CDIST_SOCKET_IFNAME or a numeric MASTER_ADDR choose another address", host, named, added);
+    return count;
+}
+
+/* How often another free port is tried because the first address' one is taken on the second. */
+#define FREE_PORT_TRIES 16
+
+cd_status cd_sock_listen_all(const char *host, uint16_t port, bool is_one_host, int *fds, int most, int *count_p,
+                             uint16_t *port_p)
+{
+    struct sockaddr_storage found[8];
+    int count;
+    CD_TRY(cd_addr_resolve(host, port, found, most < 8 ? most : 8, &count));
+    count = choose_addresses(host, is_one_host, found, count);
+    for (int tries = port ? 1 : FREE_PORT_TRIES;; tries--) {
+        int error = 0;
+        *port_p = port;
+        cd_status status = listen_at(found, count, port_p, fds, count_p, &error);
+        if (status == CD_OK || error != EADDRINUSE || tries == 1)
+            return status;
+    }
 }
 
 cd_status cd_sock_adopt_listener(int fd, uint16_t *port_p)

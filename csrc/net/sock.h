@@ -5,6 +5,7 @@
 
 #include "base/wait.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -15,6 +16,11 @@ cd_status cd_sock_listen_range(const char *address, int *fd_p, uint16_t *port_p)
 /* Listens on address and port (0: any free). "0.0.0.0" and "::" (dual stack) are the wildcards, only on request.
  * Errors: CD_NETWORK naming address and port (in use, not of this host). */
 cd_status cd_sock_listen(const char *address, uint16_t port, int *fd_p, uint16_t *port_p);
+/* Listens on every address of a host name at one port; addresses that are not of this host are passed over while one is.
+ * Where the name means loopback on this host only (see cd_addr_resolve) and is_one_host, on loopback alone; otherwise on the
+ * address that other hosts reach too, which is said. Errors: CD_NETWORK as above. */
+cd_status cd_sock_listen_all(const char *host, uint16_t port, bool is_one_host, int *fds, int most, int *count_p,
+                             uint16_t *port_p);
 /* Checks that fd listens, makes it non-blocking and close-on-exec. The descriptor is the caller's to close. */
 cd_status cd_sock_adopt_listener(int fd, uint16_t *port_p);
 /* The next connection, tuned; -1 when there is none. CD_NO_MEMORY when descriptors ran out, CD_IO otherwise. */

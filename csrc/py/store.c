@@ -98,6 +98,13 @@ static cd_py_server *find_shared(cd_py_state *state, int port)
     return port ? shared : NULL;
 }
 
+/* Whether the launcher told that all ranks are of this host. */
+static bool is_one_host(void)
+{
+    const char *world = getenv("WORLD_SIZE"), *local = getenv("LOCAL_WORLD_SIZE");
+    return world && local && atoi(local) > 0 && atoi(world) == atoi(local);
+}
+
 static int start_server(cd_py_store *self, cd_py_state *state, const char *host, int port, int listen_fd, bool multi_tenant,
                         const cd_secret *secret)
 {
@@ -105,7 +112,8 @@ static int start_server(cd_py_store *self, cd_py_state *state, const char *host,
     if (!shared) {
         const char *bind = cd_knob("CDIST_STORE_BIND");
         cd_server_options options = {
-            .host = *bind ? bind : host, .port = (uint16_t)port, .listen_fd = listen_fd, .secret = *secret};
+            .host = *bind ? bind : host, .is_one_host = is_one_host(), .port = (uint16_t)port, .listen_fd = listen_fd,
+            .secret = *secret};
         cd_server *server = NULL;
         cd_status status;
         Py_BEGIN_ALLOW_THREADS

@@ -3,6 +3,7 @@
  *
  * The server may be torch's of any age, and an opcode that it does not know ends the connection: so only opcodes 0 to 13 are
  * used, and queues (14 to 16), list_keys (17) where the caller asks for them. */
+#include "net/addr.h"
 #include "net/sock.h"
 #include "store/client_impl.h"
 #include "store/kinds.h"
@@ -98,7 +99,8 @@ static cd_status knock(tcp_store *s, const cd_patience *patience, int *fd_p)
 
 static cd_status explain_knock(const tcp_store *s, cd_status status, uint64_t began)
 {
-    const char *cause = cd_last_error()->text;
+    cd_error why = *cd_last_error();
+    const char *cause = why.text, *remedy;
     switch (status) {
     case CD_INTERRUPTED:
     case CD_BAD_ARGUMENT: return status;
@@ -109,8 +111,13 @@ static cd_status explain_knock(const tcp_store *s, cd_status status, uint64_t be
     case CD_REFUSED:
     case CD_PROTOCOL: return cd_fail(status, "store at %s:%u: %s", s->host, s->port, cause);
     default:
-        return cd_fail(CD_NETWORK, "The client socket has timed out after %" PRIu64 "ms while trying to connect to (%s, %u). %s",
-                       (cd_now_ns() - began + CD_NS_PER_MS / 2) / CD_NS_PER_MS, s->host, s->port, cause);
+        remedy = cd_addr_stays_here(s->host)
+                     ? ": does rank 0 run? That address is this very host; where rank 0 is on another one, MASTER_ADDR is "
+                       "wrong"
+                     : ": does rank 0 run there? See MASTER_ADDR and MASTER_PORT";
+        return cd_fail(CD_NETWORK,
+                       "The client socket has timed out after %" PRIu64 "ms while trying to connect to (%s, %u). %s%s",
+                       (cd_now_ns() - began + CD_NS_PER_MS / 2) / CD_NS_PER_MS, s->host, s->port, cause, remedy);
     }
 }
 

@@ -21,12 +21,14 @@
 #define READS_A_TURN 16
 #define FILES_MOST 65536
 #define ACCEPT_PAUSE_MS 100
+/* Addresses of one host name. */
+#define LISTENERS_MOST 8
 /* How long the thread looks for the next request before it sleeps: a client in a chain of calls asks again within this. */
 #define LOOK_NS UINT64_C(30000)
 
 struct cd_server {
     hub hub;
-    int epoll, listener, stop_event;
+    int epoll, stop_event, listeners[LISTENERS_MOST], listener_count;
     uint16_t port;
     pid_t pid;
     cd_secret secret;
@@ -307,16 +309,17 @@ static bool raise_file_limit(void)
 
 static void pause_accept(cd_server *s, bool pause)
 {
-    struct epoll_event event = {.events = pause ? 0u : (uint32_t)EPOLLIN, .data.ptr = &s->listener};
-    epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listener, &event);
+    struct epoll_event event = {.events = pause ? 0u : (uint32_t)EPOLLIN, .data.ptr = s->listeners};
+    for (int i = 0; i < s->listener_count; i++)
+        epoll_ctl(s->epoll, EPOLL_CTL_MOD, s->listeners[i], &event);
     s->accept_paused = pause;
 }
 
-static void accept_all(cd_server *s)
+static void accept_all(cd_server *s, int listener)
 {
     for (;;) {
         int fd = -1;
-        cd_status status = cd_sock_accept(s->listener, &fd);
+        cd_status status = cd_sock_accept(listener, &fd);
         if (status == CD_NO_MEMORY && raise_file_limit())
             continue;
         if (status != CD_OK) {
@@ -377,10 +380,11 @@ static void *run(void *argument)
         for (int i = 0; i < count; i++) {
             if (events[i].data.ptr == &s->stop_event)
                 return NULL;
-            if (events[i].data.ptr == &s->listener)
-                accept_all(s);
-            else
+            if (events[i].data.ptr != s->listeners)
                 serve(s, events[i].data.ptr, events[i].events);
+            else
+                for (int k = 0; k < s->listener_count; k++)
+                    accept_all(s, s->listeners[k]);
         }
         bury(s);
     }
@@ -413,44 +417,52 @@ static void free_server(cd_server *s)
 static cd_status prepare(cd_server *s)
 {
     struct epoll_event stop = {.events = EPOLLIN, .data.ptr = &s->stop_event};
-    struct epoll_event accept = {.events = EPOLLIN, .data.ptr = &s->listener};
+    struct epoll_event accept = {.events = EPOLLIN, .data.ptr = s->listeners};
     CD_TRY(cd_table_init(&s->hub.table));
     if (!s->scratch)
         return cd_fail(CD_NO_MEMORY, "no memory for the store's server");
-    if (s->epoll < 0 || s->stop_event < 0 || epoll_ctl(s->epoll, EPOLL_CTL_ADD, s->stop_event, &stop) != 0 ||
-        epoll_ctl(s->epoll, EPOLL_CTL_ADD, s->listener, &accept) != 0)
-        return cd_fail_errno(CD_NETWORK, errno, "cannot set up the store's server");
-    return start_thread(s);
+    bool is_set_up = s->epoll >= 0 && s->stop_event >= 0 && epoll_ctl(s->epoll, EPOLL_CTL_ADD, s->stop_event, &stop) == 0;
+    for (int i = 0; i < s->listener_count && is_set_up; i++)
+        is_set_up = epoll_ctl(s->epoll, EPOLL_CTL_ADD, s->listeners[i], &accept) == 0;
+    return is_set_up ? start_thread(s) : cd_fail_errno(CD_NETWORK, errno, "cannot set up the store's server");
+}
+
+static cd_status open_listeners(cd_server *s, const cd_server_options *options)
+{
+    if (options->listen_fd < 0)
+        return cd_sock_listen_all(options->host, options->port, options->is_one_host, s->listeners, LISTENERS_MOST,
+                                  &s->listener_count, &s->port);
+    CD_TRY(cd_sock_adopt_listener(options->listen_fd, &s->port));
+    s->listeners[s->listener_count++] = options->listen_fd;
+    return CD_OK;
+}
+
+static void close_listeners(const cd_server *s)
+{
+    for (int i = 0; i < s->listener_count; i++)
+        close(s->listeners[i]);
 }
 
 cd_status cd_server_start(const cd_server_options *options, cd_server **out)
 {
-    int listener = options->listen_fd;
-    uint16_t port;
-    if (listener >= 0)
-        CD_TRY(cd_sock_adopt_listener(listener, &port));
-    else
-        CD_TRY(cd_sock_listen(options->host, options->port, &listener, &port));
     cd_server *s = calloc(1, sizeof *s);
-    cd_status status = s ? CD_OK : cd_fail(CD_NO_MEMORY, "no memory for the store's server");
-    if (s) {
-        s->listener = listener;
-        s->port = port;
-        s->pid = getpid();
-        s->secret = options->secret;
-        s->scratch = malloc(READ_BYTES);
-        s->epoll = epoll_create1(EPOLL_CLOEXEC);
-        s->stop_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (!s)
+        return cd_fail(CD_NO_MEMORY, "no memory for the store's server");
+    s->pid = getpid();
+    s->secret = options->secret;
+    s->scratch = malloc(READ_BYTES);
+    s->epoll = epoll_create1(EPOLL_CLOEXEC);
+    s->stop_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    cd_status status = open_listeners(s, options);
+    if (status == CD_OK)
         status = prepare(s);
-    }
     if (status == CD_OK) {
         *out = s;
         return CD_OK;
     }
-    if (s)
-        free_server(s);
     if (options->listen_fd < 0)
-        close(listener);
+        close_listeners(s);
+    free_server(s);
     return status;
 }
 
@@ -473,6 +485,6 @@ void cd_server_stop(cd_server *server)
         if (write(server->stop_event, &one, sizeof one) == sizeof one)
             pthread_join(server->thread, NULL);
     }
-    close(server->listener);
+    close_listeners(server);
     free_server(server);
 }

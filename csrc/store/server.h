@@ -10,7 +10,8 @@
 #include "net/auth.h"
 
 typedef struct {
-    const char *host; /* address to listen on: only this one. NULL with listen_fd */
+    const char *host; /* to listen on: its addresses only (cd_sock_listen_all). NULL with listen_fd */
+    bool is_one_host; /* no client comes from another host */
     uint16_t port;    /* 0: any free */
     int listen_fd;    /* −1, or a listening socket that becomes the server's on success */
     cd_secret secret; /* not set: the plain protocol */

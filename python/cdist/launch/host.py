@@ -11,43 +11,40 @@ class StoreHost:
     """Holds the listening socket from the start, so that workers can be started before the server is up."""
 
     def __init__(self, address, port, several_nodes):
-        self.socket = _listen(address, port, several_nodes)
-        self.port = self.socket.getsockname()[1]
-        self._address = address
-        self._store = None
+        self._address, self.port = address, port
+        self._store = self._socket = None
+        if several_nodes:  # which addresses other hosts reach, the server itself finds out
+            self.serve()
+        else:
+            self._socket = _listen(address, port)
+            self.port = self._socket.getsockname()[1]
 
     def serve(self):
-        """Start the server on the socket."""
-        from datetime import timedelta
+        """Start the server, if it does not run yet."""
+        if self._store is not None:
+            return
+        from cdist import DistNetworkError, TCPStore
 
-        from cdist import TCPStore
-
-        self._store = TCPStore(
-            self._address,
-            self.port,
-            None,
-            True,
-            timedelta(seconds=300),
-            False,
-            master_listen_fd=self.socket.detach(),
-        )
+        fd = self._socket.detach() if self._socket else None
+        try:
+            self._store = TCPStore(self._address, self.port, None, True, 300, False, master_listen_fd=fd)
+        except DistNetworkError as error:
+            raise HostError(f"{error}; --node-rank 0 is for the host of --master-addr") from None
+        self.port = self._store.port
 
     def close(self):
         """Stop the server."""
         self._store = None
-        self.socket.close()
+        if self._socket:
+            self._socket.close()
 
 
-def _listen(address, port, several_nodes):
+def _listen(address, port):
     try:
         found = _resolve(address, port)
     except OSError as error:
         raise HostError(f"--master-addr {address}: {error.strerror or error}") from None
     family, kind, protocol, _, bound = found[0]
-    is_loopback = bound[0].startswith("127.") or bound[0] == "::1"
-    if several_nodes and is_loopback and address not in ("localhost", bound[0]):
-        # A host name that means loopback on this very host only.
-        bound = ("::" if family == socket.AF_INET6 else "0.0.0.0", *bound[1:])
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
