@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cdist import _core
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
 
 
 def read(tensor, output=False):

@@ -360,7 +360,7 @@ def test_bfloat16_is_accumulated_in_float32():
 
 
 def _torch(rank, world):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64):
         t = torch.full((4, 3), rank + 1).to(dtype)

@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
 
 import cdist  # noqa: E402
 from cdist.parallel.torch_comm import BufferCommHookLocation  # noqa: E402

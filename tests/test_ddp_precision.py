@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
 
 import cdist  # noqa: E402
 from cdist.parallel import MixedPrecision  # noqa: E402

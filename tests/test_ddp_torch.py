@@ -10,7 +10,7 @@ import tempfile
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
 
 import cdist  # noqa: E402
 from cdist.testing import run  # noqa: E402

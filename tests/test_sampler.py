@@ -11,8 +11,8 @@ import pytest
 from cdist import _core
 from cdist.sampler import DistributedSampler
 
-torch_data = pytest.importorskip("torch.utils.data")
-torch = pytest.importorskip("torch")
+torch_data = pytest.importorskip("torch.utils.data", reason="torch comes with EXTRAS in .ci/run")
+torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
 
 # (n, seed, first entries, crc32 of the int64 array): runs of torch 2.14
 VECTORS = [

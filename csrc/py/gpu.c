@@ -131,13 +131,9 @@ static PyObject *coalesce_end(PyObject *module, PyObject *args)
 /* _gpu_reduces(op, dtype): the backend's own table. */
 static PyObject *gpu_reduces(PyObject *module, PyObject *args)
 {
-    PyObject *op, *dtype;
     cd_redop redop;
-    double factor;
     cd_dtype number;
-    uint32_t bytes;
-    if (!PyArg_ParseTuple(args, "OO", &op, &dtype) || cd_py_redop_read(cd_py_state_of(module), op, &redop, &factor) < 0 ||
-        cd_py_dtype_of(dtype, &number, &bytes) < 0)
+    if (cd_py_redop_read_pair(cd_py_state_of(module), args, &redop, &number) < 0)
         return NULL;
     return PyBool_FromLong(cd_gpu_supports(CD_ALL_REDUCE, redop, number) == CD_OK);
 }

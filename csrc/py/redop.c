@@ -2,6 +2,7 @@
 #include "py/redop.h"
 
 #include "py/args.h"
+#include "py/array.h"
 
 typedef struct {
     PyObject_HEAD
@@ -58,6 +59,17 @@ static PyObject *make_redop(PyTypeObject *type, PyObject *args, PyObject *keywor
         self->factor = number;
     }
     return (PyObject *)self;
+}
+
+int cd_py_redop_read_pair(cd_py_state *state, PyObject *args, cd_redop *redop_p, cd_dtype *dtype_p)
+{
+    PyObject *op, *dtype;
+    double factor;
+    uint32_t bytes;
+    if (!PyArg_ParseTuple(args, "OO", &op, &dtype) || cd_py_redop_read(state, op, redop_p, &factor) < 0 ||
+        cd_py_dtype_of(dtype, dtype_p, &bytes) < 0)
+        return -1;
+    return 0;
 }
 
 static PyObject *compare_redop(PyObject *self, PyObject *other, int how)

@@ -110,13 +110,9 @@ CD_PY_FUNCTION(reduce_scatter_base)
 /* _reduces(op, dtype): whether the reduction is defined for the dtype. */
 static PyObject *reduces(PyObject *module, PyObject *args)
 {
-    PyObject *op, *dtype;
     cd_redop redop;
-    double factor;
     cd_dtype number;
-    uint32_t bytes;
-    if (!PyArg_ParseTuple(args, "OO", &op, &dtype) || cd_py_redop_read(cd_py_state_of(module), op, &redop, &factor) < 0 ||
-        cd_py_dtype_of(dtype, &number, &bytes) < 0)
+    if (cd_py_redop_read_pair(cd_py_state_of(module), args, &redop, &number) < 0)
         return NULL;
     return PyBool_FromLong(cd_redop_supports(redop, number));
 }

@@ -14,7 +14,7 @@ import cdist  # noqa: E402
 from cdist.testing import run  # noqa: E402
 from test_gpu import COUNT, gpu_run  # noqa: E402
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
 pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs of one host")
 
 
