@@ -2,9 +2,9 @@
  * result to all outputs. Two waits and no staging. Falls back to staging unless the buffers of all ranks lie in the arena. */
 #include "coll/shm_team_impl.h"
 
-/* What is reduced at a time, before it is copied to the others: it stays in L1 and L2, and the kernel writes one
- * destination. */
-#define BLOCK_BYTES ((size_t)16384)
+/* What is reduced at a time, before it is copied to the others: blocks of two inputs stay in L1, and the kernel writes one
+ * destination. Measured with 2 ranks at 1 MiB: 4 KiB 23.5 µs, 16 KiB 25, 2 KiB as 4. */
+#define BLOCK_BYTES ((size_t)4096)
 
 /* 1 + offset from the arena's base, 0 unless the span lies in the own region in one run. */
 static uint64_t locate(const cd_arena *arena, const cd_span *span)
@@ -50,7 +50,7 @@ static void reduce_slice(cd_shm_team *shm, const cd_op *op, size_t from, size_t 
 cd_status cd_shm_arena_run(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     cd_shm_team *shm = team->shm;
-    cd_shm_where where = {locate(shm->arena, &op->in.list[0]), locate(shm->arena, &op->out.list[0])};
+    cd_shm_where where = {locate(shm->arena, &op->in.list[0]), locate(shm->arena, &op->out.list[0]), cd_shm_skew_of(&op->in)};
     if (!where.in_at || !where.out_at)
         return cd_shm_stage_run(team, op, patience);
     cd_shm_begin(shm, op, CD_SHM_ROUNDS)->where = where;
@@ -67,6 +67,6 @@ cd_status cd_shm_arena_run(cd_team *team, const cd_op *op, const cd_patience *pa
     cd_shm_raise(&shm->rows[shm->rank].left.round, round + 1);
     for (int peer = 0; peer < shm->ranks; peer++)
         if (peer != shm->rank)
-            CD_TRY(cd_wait_at_least(&shm->rows[peer].left.round, round + 1, peer, patience));
+            CD_TRY(cd_shm_await(team, &shm->rows[peer].left.round, round + 1, peer, patience));
     return CD_OK;
 }

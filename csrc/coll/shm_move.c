@@ -75,7 +75,7 @@ static cd_status take(const move *m, uint64_t round)
         size_t at, bytes = part_of(m, &shm->takes[peer], round, &at);
         if (!bytes)
             continue;
-        CD_TRY(cd_wait_at_least(&shm->rows[peer].staged.round, round + 1, peer, m->patience));
+        CD_TRY(cd_shm_await(m->team, &shm->rows[peer].staged.round, round + 1, peer, m->patience));
         size_t index = m->one_for_all ? 0 : slice_index(peer, shm->rank);
         cd_piece_write(&shm->takes[peer], at, bytes, cd_shm_slot_of(shm, peer, round) + index * m->slice);
     }
@@ -107,7 +107,7 @@ cd_status cd_shm_move_run(cd_team *team, const cd_op *op, const cd_patience *pat
     cd_shm_resolve(shm, op);
     move m = plan_move(team, op, patience);
     cd_shm_head *head = cd_shm_begin(shm, op, CD_SHM_ROUNDS);
-    head->where = (cd_shm_where){0, 0};
+    head->where = (cd_shm_where){0};
     if (uneven) {
         cd_shm_write_counts(shm);
         cd_shm_give_eagerly(shm, m.one_for_all);

@@ -1,7 +1,16 @@
 /* Reductions of any size through the rings. In each round a rank puts the slices of the others into its slot, waits for
  * theirs, reduces its own slice in rank order, publishes it in its slot, and (all_reduce, root of reduce) copies the reduced
- * slices of the others out. Only foreign slices are staged; the own one is read where it lies. It puts one round ahead. */
+ * slices of the others out. Only foreign slices are staged; the own one is read where it lies. It puts one round ahead and
+ * takes one behind, so that a rank that is a little late keeps nobody (2 ranks, 64 MiB: 6.7 ms instead of 8.1). Where ranks
+ * outnumber cores it goes by several rounds at a time, since every wait gives the core away. */
 #include "coll/shm_team_impl.h"
+
+#include "base/host.h"
+
+/* Rounds at a time where ranks outnumber cores: half a ring, so that the next ones find free slots. */
+#define CROWDED_ROUNDS (CD_SHM_SLOTS / 2)
+/* Slices from here on lie against lines as their giver's memory does. */
+#define SKEWED_BYTES ((size_t)4096)
 
 typedef struct {
     cd_team *team;
@@ -10,8 +19,26 @@ typedef struct {
     cd_reduce_func reduce;
     cd_shm_piece in, out;  /* ALL_REDUCE, REDUCE; out.span == NULL where there is none */
     size_t slice;
+    size_t pad;            /* bytes between slices; 0: they begin on lines */
     uint64_t first, end;   /* rounds, as the team counts them */
 } stage;
+
+/* Gives the stage the largest slices that fit when a slot holds `count` of them. */
+static void choose_slice(stage *s, size_t count, bool skewed)
+{
+    size_t room = s->team->shm->slot_bytes / count / CD_SHM_GRAIN * CD_SHM_GRAIN;
+    s->pad = skewed && room > SKEWED_BYTES ? CD_SHM_GRAIN : 0;
+    s->slice = room - s->pad;
+}
+
+/* Slice number `index` in the slot of `giver`; `offset`: of its bytes from the start of the giver's input, to within a line.
+ * Copies and kernels run along lines when both sides lie alike. */
+static inline char *slice_of(const stage *s, int giver, uint64_t round, size_t index, size_t offset)
+{
+    const cd_shm_team *shm = s->team->shm;
+    size_t skew = s->pad ? (cd_shm_head_of(shm, giver)->where.skew + offset) % CD_SHM_GRAIN : 0;
+    return cd_shm_slot_of(shm, giver, round) + index * (s->slice + s->pad) + skew;
+}
 
 /* Slice of rank `owner` in a round of ALL_REDUCE and REDUCE. */
 static inline size_t part_of(const stage *s, uint64_t round, int owner, size_t *at_p)
@@ -24,12 +51,11 @@ static inline size_t part_of(const stage *s, uint64_t round, int owner, size_t *
 static cd_status put(const stage *s, uint64_t round)
 {
     cd_shm_team *shm = s->team->shm;
-    char *slot = cd_shm_slot_of(shm, shm->rank, round);
     CD_TRY(cd_shm_wait_free(s->team, round, s->patience));
     for (int i = 1; i < shm->ranks; i++) {
         int owner = (shm->rank + i) % shm->ranks;
         size_t at, bytes = part_of(s, round, owner, &at);
-        cd_piece_read(&s->in, at, bytes, slot + (size_t)owner * s->slice);
+        cd_piece_read(&s->in, at, bytes, slice_of(s, shm->rank, round, (size_t)owner, 0));
     }
     cd_shm_raise(&shm->rows[shm->rank].staged.round, round + 1);
     return CD_OK;
@@ -40,7 +66,7 @@ static cd_status wait_staged(const stage *s, uint64_t round)
     const cd_shm_team *shm = s->team->shm;
     for (int peer = 0; peer < shm->ranks; peer++)
         if (peer != shm->rank)
-            CD_TRY(cd_wait_at_least(&shm->rows[peer].staged.round, round + 1, peer, s->patience));
+            CD_TRY(cd_shm_await(s->team, &shm->rows[peer].staged.round, round + 1, peer, s->patience));
     return CD_OK;
 }
 
@@ -58,12 +84,12 @@ static cd_status reduce_own(const stage *s, uint64_t round)
 {
     cd_shm_team *shm = s->team->shm;
     CD_TRY(wait_staged(s, round));
-    size_t at, bytes = part_of(s, round, shm->rank, &at), inside = (size_t)shm->rank * s->slice;
+    size_t at, bytes = part_of(s, round, shm->rank, &at), index = (size_t)shm->rank;
     if (bytes) {
         for (int peer = 0; peer < shm->ranks; peer++)
-            shm->inputs[peer] = cd_shm_slot_of(shm, peer, round) + inside;
+            shm->inputs[peer] = slice_of(s, peer, round, index, 0);
         shm->inputs[shm->rank] = own_input(s, &s->in, at, bytes);
-        char *shared = cd_shm_slot_of(shm, shm->rank, round) + inside;
+        char *shared = slice_of(s, shm->rank, round, index, 0);
         char *own = s->out.span ? cd_piece_at(&s->out, at) : NULL;
         /* In private memory first, then in bulk: a kernel that writes shared lines one by one is slower (measured). */
         s->reduce(own ? own : shared, shm->inputs, shm->ranks, bytes / s->op->item_bytes, s->op->factor);
@@ -84,8 +110,8 @@ static cd_status take(const stage *s, uint64_t round)
         size_t at, bytes = part_of(s, round, owner, &at);
         if (!bytes)
             continue;
-        CD_TRY(cd_wait_at_least(&shm->rows[owner].reduced.round, round + 1, owner, s->patience));
-        cd_piece_write(&s->out, at, bytes, cd_shm_slot_of(shm, owner, round) + (size_t)owner * s->slice);
+        CD_TRY(cd_shm_await(s->team, &shm->rows[owner].reduced.round, round + 1, owner, s->patience));
+        cd_piece_write(&s->out, at, bytes, slice_of(s, owner, round, (size_t)owner, 0));
     }
     cd_shm_raise(&shm->rows[shm->rank].left.round, round + 1);
     return CD_OK;
@@ -95,8 +121,8 @@ static cd_status take(const stage *s, uint64_t round)
 static void plan_rounds(stage *s)
 {
     size_t ranks = (size_t)s->team->world;
-    size_t largest = s->team->shm->slot_bytes / ranks / CD_SHM_GRAIN * CD_SHM_GRAIN;
-    size_t rounds = (s->in.bytes + largest * ranks - 1) / (largest * ranks);
+    choose_slice(s, ranks, true);
+    size_t rounds = (s->in.bytes + s->slice * ranks - 1) / (s->slice * ranks);
     s->first = s->team->shm->rounds;
     s->end = s->first + rounds;
     s->slice = rounds ? cd_round_up((s->in.bytes + rounds * ranks - 1) / (rounds * ranks), CD_SHM_GRAIN) : CD_SHM_GRAIN;
@@ -114,16 +140,24 @@ static stage plan_stage(cd_team *team, const cd_op *op, const cd_patience *patie
     return s;
 }
 
-static cd_status run_rounds(const stage *s, bool first_is_put)
+/* All rounds; those before `put_end` have been put. Nobody waits for a rank that waits for it: when a rank takes round t it has
+ * reduced at most 2 · CROWDED_ROUNDS − 1 rounds more, for which it needs slices of rounds before t + SLOTS; and a rank that
+ * waits to put round t + SLOTS, until all have taken t, has put those. */
+static cd_status run_rounds(const stage *s, uint64_t put_end)
 {
-    if (!first_is_put && s->first < s->end)
-        CD_TRY(put(s, s->first));
-    for (uint64_t round = s->first; round < s->end; round++) {
-        if (round + 1 < s->end)
-            CD_TRY(put(s, round + 1));
-        CD_TRY(reduce_own(s, round));
-        CD_TRY(take(s, round));
+    uint64_t most = s->team->shm->ranks > cd_host_cores() ? CROWDED_ROUNDS : 1, taken = s->first;
+    for (uint64_t round = s->first; round < s->end; round += most) {
+        uint64_t stop = s->end - round < most ? s->end : round + most;
+        uint64_t ahead = most == 1 && stop < s->end ? stop + 1 : stop;
+        for (; put_end < ahead; put_end++)
+            CD_TRY(put(s, put_end));
+        for (uint64_t own = round; own < stop; own++)
+            CD_TRY(reduce_own(s, own));
+        for (; taken < round; taken++)
+            CD_TRY(take(s, taken));
     }
+    for (; taken < s->end; taken++)
+        CD_TRY(take(s, taken));
     s->team->shm->rounds = s->end;
     return CD_OK;
 }
@@ -131,7 +165,7 @@ static cd_status run_rounds(const stage *s, bool first_is_put)
 cd_status cd_shm_stage_after_meeting(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     stage s = plan_stage(team, op, patience);
-    return run_rounds(&s, false);
+    return run_rounds(&s, s.first);
 }
 
 /* ---- reduce_scatter: blocks instead of slices of one buffer, and nothing to copy out ---- */
@@ -148,15 +182,22 @@ static inline size_t slice_index(int giver, int taker)
     return (size_t)(taker < giver ? taker : taker - 1);
 }
 
+/* Where the block of `taker` begins in the input of any rank; asked for even blocks alone. */
+static inline size_t block_at(const stage *s, int taker)
+{
+    return s->pad ? (size_t)taker * s->team->shm->takes[s->team->shm->rank].bytes : 0;
+}
+
 static cd_status put_blocks(const stage *s, uint64_t round)
 {
     cd_shm_team *shm = s->team->shm;
-    char *slot = cd_shm_slot_of(shm, shm->rank, round);
     CD_TRY(cd_shm_wait_free(s->team, round, s->patience));
     for (int i = 1; i < shm->ranks; i++) {
         int owner = (shm->rank + i) % shm->ranks;
-        size_t at, bytes = block_part(s, &shm->gives[owner], round, &at);
-        cd_piece_read(&shm->gives[owner], at, bytes, slot + slice_index(shm->rank, owner) * s->slice);
+        const cd_shm_piece *give = &shm->gives[owner];
+        size_t at, bytes = block_part(s, give, round, &at);
+        char *to = slice_of(s, shm->rank, round, slice_index(shm->rank, owner), block_at(s, owner));
+        cd_piece_read(give, at, bytes, to);
     }
     cd_shm_raise(&shm->rows[shm->rank].staged.round, round + 1);
     return CD_OK;
@@ -181,7 +222,7 @@ static cd_status reduce_block(const stage *s, uint64_t round)
     if (bytes) {
         CD_TRY(wait_staged(s, round));
         for (int peer = 0; peer < shm->ranks; peer++)
-            shm->inputs[peer] = cd_shm_slot_of(shm, peer, round) + slice_index(peer, shm->rank) * s->slice;
+            shm->inputs[peer] = slice_of(s, peer, round, slice_index(peer, shm->rank), block_at(s, shm->rank));
         shm->inputs[shm->rank] = own_input(s, give, at, bytes);
         /* The scratch may hold the own input: a kernel may write over one of its inputs. */
         reduce_to_output(s, at, bytes);
@@ -196,7 +237,7 @@ static cd_status run_reduce_scatter(cd_team *team, const cd_op *op, const cd_pat
     bool uneven = (op->flags & CD_OP_UNEVEN) != 0;
     stage s = plan_stage(team, op, patience);
     cd_shm_resolve(shm, op);
-    cd_shm_begin(shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){0, 0};
+    cd_shm_begin(shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){.skew = cd_shm_skew_of(&op->in)};
     if (uneven) {
         cd_shm_write_counts(shm);
         cd_shm_give_eagerly(shm, false);
@@ -213,14 +254,14 @@ static cd_status run_reduce_scatter(cd_team *team, const cd_op *op, const cd_pat
         }
     }
     size_t peers = shm->ranks > 1 ? (size_t)shm->ranks - 1 : 1;
-    s.slice = shm->slot_bytes / peers / CD_SHM_GRAIN * CD_SHM_GRAIN;
+    choose_slice(&s, peers, !uneven);
     s.first = shm->rounds;
     s.end = s.first + (largest + s.slice - 1) / s.slice;
-    if (s.first < s.end)
-        CD_TRY(put_blocks(&s, s.first));
+    uint64_t put_end = s.first, most = shm->ranks > cd_host_cores() ? CROWDED_ROUNDS : 2;
     for (uint64_t round = s.first; round < s.end; round++) {
-        if (round + 1 < s.end)
-            CD_TRY(put_blocks(&s, round + 1));
+        if (most == 2 || round == put_end)
+            for (; put_end < s.end && put_end < round + most; put_end++)
+                CD_TRY(put_blocks(&s, put_end));
         CD_TRY(reduce_block(&s, round));
     }
     shm->rounds = s.end;
@@ -232,11 +273,12 @@ cd_status cd_shm_stage_run(cd_team *team, const cd_op *op, const cd_patience *pa
     if (op->kind == CD_REDUCE_SCATTER)
         return run_reduce_scatter(team, op, patience);
     stage s = plan_stage(team, op, patience);
-    cd_shm_begin(team->shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){0, 0};
+    cd_shm_begin(team->shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){.skew = cd_shm_skew_of(&op->in)};
     cd_shm_enter(team->shm);
     /* The first round is staged while the others arrive: it touches nobody's memory but the own ring. */
+    uint64_t put_end = s.first;
     if (s.first < s.end)
-        CD_TRY(put(&s, s.first));
+        CD_TRY(put(&s, put_end++));
     CD_TRY(cd_shm_meet(team, op, patience));
-    return run_rounds(&s, true);
+    return run_rounds(&s, put_end);
 }

@@ -109,19 +109,25 @@ cd_cause *cd_shm_team_cause(cd_shm_team *team)
     return &team->board->cause;
 }
 
-/* ---- the meeting, when it is not over at once ---- */
+/* ---- waits that are not over at once ---- */
 
 typedef struct {
     cd_team *team;
     const cd_patience *patience;
 } watch;
 
+static cd_status leave_shared_core(void *ctx)
+{
+    const watch *w = ctx;
+    cd_shm_leave_shared_core(w->team->shm);
+    return w->patience->idle ? w->patience->idle(w->patience->idle_ctx) : CD_OK;
+}
+
 /* Looks at the heads that have come. Two ranks that differ find each other here even if both wait for a third that is late:
  * the first look may miss a head posted at the same moment, a later one does not. */
 static cd_status look_for_differences(void *ctx)
 {
     const watch *w = ctx;
-    cd_shm_leave_shared_core(w->team->shm);
     const cd_shm_team *shm = w->team->shm;
     uint32_t signature = cd_shm_head_of(shm, shm->rank)->signature;
     for (int peer = 0; peer < shm->ranks; peer++) {
@@ -129,7 +135,7 @@ static cd_status look_for_differences(void *ctx)
         if (atomic_load_explicit(&head->number, memory_order_acquire) >= shm->number && head->signature != signature)
             return cd_shm_differs(w->team, peer);
     }
-    return w->patience->idle ? w->patience->idle(w->patience->idle_ctx) : CD_OK;
+    return leave_shared_core(ctx);
 }
 
 cd_status cd_shm_wait_head(cd_team *team, const cd_op *op, int peer, const cd_patience *patience)
@@ -140,6 +146,15 @@ cd_status cd_shm_wait_head(cd_team *team, const cd_op *op, int peer, const cd_pa
     watching.idle = look_for_differences;
     watching.idle_ctx = &w;
     return cd_wait_at_least(&cd_shm_head_of(team->shm, peer)->number, team->shm->number, peer, &watching);
+}
+
+cd_status cd_shm_wait_word(cd_team *team, const _Atomic uint64_t *word, uint64_t value, int peer, const cd_patience *patience)
+{
+    watch w = {team, patience};
+    cd_patience watching = *patience;
+    watching.idle = leave_shared_core;
+    watching.idle_ctx = &w;
+    return cd_wait_at_least(word, value, peer, &watching);
 }
 
 static int world_rank(const cd_team *team, int rank)

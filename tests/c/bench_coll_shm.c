@@ -28,7 +28,7 @@ static char *user_memory(size_t bytes)
     if (bytes >= 4u << 20)
         madvise(memory, room, MADV_HUGEPAGE);
     memset(memory, 0, room);
-    return memory + 64;
+    return memory + 16; /* as its large arrays lie */
 }
 
 static double copy_rate(void)
@@ -42,8 +42,6 @@ static double copy_rate(void)
         double rate = (double)bytes / (double)(cd_now_ns() - start);
         best = rate > best ? rate : best;
     }
-    free(from - 64);
-    free(to - 64);
     return best;
 }
 

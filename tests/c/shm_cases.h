@@ -9,7 +9,7 @@ enum { PLAIN, GAPS, BACKWARD, FORTRAN, LAYOUTS };
 
 /* A buffer in some layout, filled with a pattern that must survive between the elements. */
 typedef struct {
-    unsigned char *memory;
+    unsigned char *base, *memory;
     size_t bytes, count, item;
     cd_dims dims;
     cd_span span;
@@ -17,11 +17,15 @@ typedef struct {
 
 #define CANARY 0xA5
 
+/* Bytes of a line by which this rank's buffers lie behind those of rank 0, so that no two ranks' lie alike. */
+static _Thread_local size_t buffer_skew;
+
 static inline buffer buffer_make(size_t count, size_t item, int layout)
 {
     buffer b = {.count = count, .item = item, .bytes = (2 * count + 2) * item};
-    b.memory = malloc(b.bytes);
-    CHECK(b.memory);
+    b.base = malloc(buffer_skew + b.bytes);
+    CHECK(b.base);
+    b.memory = b.base + buffer_skew;
     memset(b.memory, CANARY, b.bytes);
     b.span = shm_span(b.memory + item, count, item);
     ptrdiff_t step = (ptrdiff_t)item;
@@ -219,11 +223,11 @@ static inline void blocks_free(block_set *s, int world)
     if (s->lists)
         for (int j = 0; j < world; j++) {
             buffer_check_gaps(&s->each[j]);
-            free(s->each[j].memory);
+            free(s->each[j].base);
         }
     else {
         buffer_check_gaps(&s->whole);
-        free(s->whole.memory);
+        free(s->whole.base);
     }
 }
 
@@ -265,8 +269,8 @@ static inline void run_reduction(shm_ranks *g, int rank, const test_case *c, cd_
     }
     buffer_check_gaps(&in);
     buffer_check_gaps(&out);
-    free(in.memory);
-    free(out.memory);
+    free(in.base);
+    free(out.base);
 }
 
 static inline void run_broadcast(shm_ranks *g, int rank, const test_case *c, cd_op op)
@@ -286,7 +290,7 @@ static inline void run_broadcast(shm_ranks *g, int rank, const test_case *c, cd_
     }
     free(expected);
     buffer_check_gaps(&b);
-    free(b.memory);
+    free(b.base);
 }
 
 static inline void check_block(const test_case *c, int giver, int taker_salt, size_t count, const block_set *s, int slot)
@@ -318,7 +322,7 @@ static inline void run_gathering(shm_ranks *g, int rank, const test_case *c, cd_
         blocks_free(&out, g->world);
     }
     buffer_check_gaps(&in);
-    free(in.memory);
+    free(in.base);
 }
 
 /* scatter, reduce_scatter: blocks in, one span out. */
@@ -349,7 +353,7 @@ static inline void run_scattering(shm_ranks *g, int rank, const test_case *c, cd
         blocks_free(&in, g->world);
     }
     buffer_check_gaps(&out);
-    free(out.memory);
+    free(out.base);
 }
 
 static inline void run_exchange(shm_ranks *g, int rank, const test_case *c, cd_op op)
@@ -421,6 +425,7 @@ static const struct {
 static inline void run_list_on_rank(int rank, void *ctx)
 {
     const case_list *l = ctx;
+    buffer_skew = (size_t)rank * 20 % CD_SHM_GRAIN;
     for (size_t i = 0; i < l->count; i++)
         run_case(l->g, rank, &l->list[i], i);
 }

@@ -209,7 +209,7 @@ static void act_or_die(int rank, void *ctx)
         return;
     }
     cd_shm_team *shm = s->g->shm[2];
-    cd_shm_begin(shm, &s->ops[2], CD_SHM_ROUNDS)->where = (cd_shm_where){0, 0};
+    cd_shm_begin(shm, &s->ops[2], CD_SHM_ROUNDS)->where = (cd_shm_where){0};
     cd_shm_enter(shm);
     cd_sleep_ns(20 * CD_NS_PER_MS);
     cd_error error = {.code = CD_PEER_LOST, .rank = 102, .text = "rank 102 was killed by SIGKILL"};
