@@ -2,16 +2,24 @@
 
     python benchmarks/gpu.py [--ranks 2] [--raw build/gpu/nccl_raw.so] [--out FOLDER] [--only small,big,ddp]
 
-Writes gpu.json and gpu.txt. Every figure is the median over rounds; times of a rank are of rank 0.
+Writes gpu.json and gpu.txt. Every figure is the median over rounds; times of a rank are of rank 0. The part
+`profile` (not in the default) says where a DDP step's time goes.
+
+A step that communicates ends when the slowest rank does, whatever the library: so what communication
+exposes is told against steps without it of which the slowest rank counts too ("exposed_ms"), beside the plain
+times of rank 0. The collector of Python's garbage rests while steps are timed.
 """
 
 import argparse
 import contextlib
 import copy
 import ctypes
+import gc
 import itertools
 import json
+import math
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -21,6 +29,8 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+from gpu_profile import Profile
+
 
 def free_port():
     with socket.socket() as s:
@@ -28,7 +38,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-class Rank:
+class Rank(Profile):
     """Both libraries and the raw loop, connected, in one process."""
 
     def __init__(self, args):
@@ -210,7 +220,7 @@ class Rank:
         }
 
     def step_ms(self, model, optimizer, x, loss, steps, context=contextlib.nullcontext, after=None):
-        """Milliseconds of steps: until all is done, and of the host in forward, backward and optimizer."""
+        """Milliseconds of steps: until all is done, and of the host in forward, backward, optimizer, wait."""
         torch = self.torch
         times = []
         for _ in range(steps):
@@ -232,6 +242,45 @@ class Rank:
             parts = [marks[-1] - marks[0], *(b - a for a, b in itertools.pairwise(marks))]
             times.append([part / 1e6 for part in parts])
         return times
+
+    def rounds(self, runs, x, loss, count):
+        """Kind → times of its steps: six of each kind in turn, the first for warmth, `count` turns.
+
+        The order of kinds is another in each turn: a place in it costs or saves up to a millisecond.
+        """
+        times = {kind: [] for kind in runs}
+        order = random.Random(0)
+        gc.collect()
+        gc.disable()
+        for turn in range(count + 1):
+            for kind in order.sample(list(runs), len(runs)):
+                model, optimizer, context, after = runs[kind]
+                self.dist.barrier()
+                steps = self.step_ms(model, optimizer, x, loss, 6, context, after)
+                times[kind] += steps[1:] if turn else []
+        gc.enable()
+        return times
+
+    def exposed(self, times):
+        """What steps take beyond those without communication, of the slowest rank each.
+
+        Steps of one turn are compared: the host's pace drifts by milliseconds from turn to turn.
+        """
+        mine = {kind: [step[0] for step in steps] for kind, steps in times.items()}
+        ranks = [None] * self.world
+        self.dist.all_gather_object(ranks, mine)
+        slowest = {kind: [max(step) for step in zip(*(r[kind] for r in ranks), strict=True)] for kind in mine}
+        turns = {
+            kind: [statistics.median(steps[i : i + 5]) for i in range(0, len(steps), 5)]
+            for kind, steps in slowest.items()
+        }
+        row = {
+            kind: statistics.median(a - b for a, b in zip(turn, turns["local"], strict=True))
+            for kind, turn in turns.items()
+        }
+        row["cdist / torch"] = row["cdist"] / row["torch"] if row["torch"] > 0 else math.nan
+        row["local"] = statistics.median(slowest["local"])
+        return row
 
     def wraps(self):
         """Name → (a function that wraps a model, the context of its steps by model, what follows backward).
@@ -273,18 +322,14 @@ class Rank:
                     context = model.no_sync if quiet else contextlib.nullcontext
                     optimizer = torch.optim.SGD(model.parameters(), 1e-4, foreach=True)
                     runs[kind] = (model, optimizer, context, after)
-                x, times = inputs(), {kind: [] for kind in runs}
-                for model, optimizer, context, after in runs.values():
-                    self.step_ms(model, optimizer, x, loss, 6, context, after)
-                for _ in range(5):
-                    for kind, (model, optimizer, context, after) in runs.items():
-                        self.dist.barrier()
-                        times[kind] += self.step_ms(model, optimizer, x, loss, 5, context, after)
+                x = inputs()
+                times = self.rounds(runs, x, loss, self.args.rounds)
                 medians = {
                     kind: [statistics.median(part) for part in zip(*v, strict=True)]
                     for kind, v in times.items()
                 }
                 self.results[f"step_ms {name}"] = {kind: v[0] for kind, v in medians.items()}
+                self.results[f"exposed_ms {name}"] = self.exposed(times)
                 self.results[f"host_ms {name} (forward backward optimizer, then until done)"] = {
                     kind: " ".join(f"{part:8.3f}" for part in v[1:]) for kind, v in medians.items()
                 }
@@ -344,6 +389,7 @@ def main():
     parser.add_argument("--raw", default="")
     parser.add_argument("--out", default="build/gpu")
     parser.add_argument("--only", default="small,big,ddp")
+    parser.add_argument("--rounds", type=int, default=10, help="of five steps of each contender")
     parser.add_argument("--ports", default="")
     args = parser.parse_args()
     Path(args.out).mkdir(parents=True, exist_ok=True)

@@ -127,6 +127,38 @@ def ring(xp, rank, world):
     equal("ring", xp.get(y), np.full(50_000, (rank - 1) % world, "int32"))
 
 
+def coalesced(xp, rank, world):
+    arrays = [xp.put(np.full(100 * (i + 1), rank + i, "float32")) for i in range(4)]
+    sums = [np.full(100 * (i + 1), sum(r + i for r in range(world)), "float32") for i in range(4)]
+    cdist.all_reduce_coalesced(arrays)
+    for got, wanted in zip(arrays, sums, strict=True):
+        equal("all_reduce_coalesced", xp.get(got), wanted)
+    with cdist._coalescing_manager(async_ops=True) as manager:
+        for x in arrays[:2]:
+            cdist.all_reduce(x)
+        for x in arrays[2:]:
+            manager.append(cdist.all_reduce(x, async_op=True))
+    manager.wait()
+    for got, before in zip(arrays, sums, strict=True):
+        equal("_coalescing_manager", xp.get(got), before * world)
+    outs = [[xp.put(np.zeros(3, "int32")), xp.put(np.zeros(5, "int32"))] for _ in range(world)]
+    inputs = [xp.put(np.full(3, rank, "int32")), xp.put(np.full(5, -rank, "int32"))]
+    cdist.all_gather_coalesced(outs, inputs)
+    for r in range(world):
+        equal("all_gather_coalesced", xp.get(outs[r][0]), np.full(3, r, "int32"))
+        equal("all_gather_coalesced", xp.get(outs[r][1]), np.full(5, -r, "int32"))
+
+    def interrupted():
+        with cdist._coalescing_manager(device="cuda"):
+            cdist.all_reduce(arrays[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    cdist.all_reduce(arrays[1])  # the group's launch was closed
+    equal("after an error", xp.get(arrays[1]), sums[1] * world * world)
+
+
 def subgroups(xp, rank, world):
     alone = [cdist.new_group([r]) for r in range(world)]
     everybody = cdist.new_group(list(range(world)))
@@ -148,4 +180,4 @@ def refusals(xp, rank, world):
     equal("after refusals", xp.get(y), np.full(4, world, "float32"))
 
 
-ALL = [reductions, moves, scattered, strided, asynchronous, ring, subgroups, refusals]
+ALL = [reductions, moves, scattered, strided, asynchronous, ring, coalesced, subgroups, refusals]

@@ -535,6 +535,83 @@ def test_own_hooks():
 # ---- buffers, batch normalisation
 
 
+def test_kept_buffers_follow_the_module():
+    """What GPUs keep between steps, over tensors of the CPU: new buffers and modules are found."""
+    from cdist.parallel.torch_buffers import KeptBuffers
+
+    def body(rank, world):
+        module = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.Linear(2, 2)))
+        module.register_buffer("none", None)
+        module.register_buffer("turned", torch.full((2, 3), float(rank)).t())
+        module.register_buffer("flags", torch.tensor([rank == 0, True]))
+        module[0].register_buffer("same", module.turned)
+        kept = KeptBuffers(module, "cpu")
+
+        def check(source):
+            for buffer in module.buffers():
+                buffer.add_(rank) if buffer.dtype != torch.bool else buffer.logical_and_(
+                    torch.tensor(rank == 1)
+                )
+            sent = [buffer.clone() for buffer in module.buffers()]
+            kept.broadcast(None, source)
+            for buffer, mine in zip(module.buffers(), sent, strict=True):
+                wanted = [None] * world
+                cdist.all_gather_object(wanted, mine)
+                assert torch.equal(buffer, wanted[source])
+
+        check(0)
+        check(1)
+        message = kept._messages[0]
+        module[1][0].register_buffer("late", torch.tensor([rank + 5.0]))
+        check(0)
+        assert kept._messages[0] is not message
+        module[1] = nn.BatchNorm1d(4)
+        module.turned = torch.full((5,), float(rank))
+        check(1)
+        module.double()
+        check(0)
+        message = kept._messages[0]
+        check(1)
+        assert kept._messages[0] is message
+
+    run(body, 2)
+
+
+def test_gradients_are_copied_together_before_their_bucket_goes():
+    """The hooks of parameters on GPUs, over tensors of the CPU."""
+
+    def body(rank, world):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        ddp = cdist.DistributedDataParallel(module, bucket_cap_mb_list=[1e-5, 4e-5, 1])
+        sync = ddp._sync
+        sync.reducer.begin(1)
+        sync.reducer.backward = True
+        views, params = ddp._views, ddp._params
+        hooks = [sync.reducer.hook(i, view, i % 2 == 0, False) for i, view in enumerate(views)]
+        for i, p in enumerate(params):
+            p.grad = torch.full_like(p, float(rank + i), requires_grad=i == 1)
+            views[i].fill_(-1)
+        for i in sync.order[:-1]:
+            hooks[i](params[i])
+        last, before = sync.order[-1], sync.order[-2]
+        assert sync.bucket_of[last] == sync.bucket_of[before]
+        assert views[before].eq(-1).all()
+        assert params[before].grad is not views[before]
+        hooks[last](params[last])
+        sync.finish()
+        for i, p in enumerate(params):
+            assert views[i].eq(0.5 + i).all()
+            assert (p.grad is views[i]) is (i % 2 == 0)
+        assert sync.reducer.linked == 3
+        sync.reducer.begin(1)
+        hooks[last](params[last])
+        sync.reducer.flush()
+        assert torch.equal(views[last], params[last].grad)
+        sync.finish(expected=True)
+
+    run(body, 2)
+
+
 def test_buffers_are_those_of_rank_0():
     """K148, K149: also one that was assigned anew; buffers that are equal are not written."""
 

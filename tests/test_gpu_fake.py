@@ -40,6 +40,18 @@ def test_case_with_attributes_alone(fakes, case):
     assert all(asked > 0 for asked in run(body, 2, environ=fakes, check_leftovers=False))
 
 
+@pytest.mark.parametrize("case", gpu_cases.ALL, ids=lambda case: case.__name__)
+def test_case_with_getters_in_c(fakes, case):
+    def body(rank, size):
+        xp = fake_gpu.CompiledCupy(rank)
+        case(xp, rank, size)
+        return xp.asked, xp.asked_objects
+
+    for asked, asked_objects in run(body, 2, environ=fakes, check_leftovers=False):
+        assert asked > 0
+        assert asked_objects == 0
+
+
 def test_attributes_that_do_not_fit_raise(fakes):
     def body(rank, size):
         xp = fake_gpu.Cupy(rank)
@@ -178,6 +190,26 @@ def test_a_dropped_work_keeps_its_array_until_it_is_through(fakes):
     for rank, (early, late) in enumerate(run(body, 2, environ=fakes, check_leftovers=False)):
         assert early or rank == 1  # rank 1 comes last: its part may be over at once
         assert late
+
+
+def test_a_coalesced_operation_is_missed_at_its_deadline(fakes):
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = xp.put(np.ones(3))
+        cdist.all_reduce(x)
+        xp.get(x)
+        if rank == 1:
+            time.sleep(3)
+            return None
+        with cdist._coalescing_manager():
+            cdist.all_reduce(x, timeout=0.5)
+        xp.get(x)  # ends because the communicator is aborted
+        kind, text = outcome(lambda: cdist.all_reduce(x))
+        return kind.__name__, text
+
+    name, text = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
+    assert name == "DistTimeoutError"
+    assert "all_reduce" in text
 
 
 def test_ctrl_c_ends_the_wait_to_connect(fakes):

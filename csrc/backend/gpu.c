@@ -87,6 +87,15 @@ static cd_status note_running(cd_gpu_backend *b, const cd_op *op, const cd_patie
     return status;
 }
 
+/* Inside a group: one event for all, recorded by its end in the stream of the last, since NCCL joins the streams of a group. */
+static cd_status note_grouped(cd_gpu_backend *b, const cd_op *op, const cd_patience *patience)
+{
+    if (!b->grouped_run)
+        CD_TRY(cd_gpu_event_take(b, op, patience, &b->grouped_run));
+    b->grouped_run->stream = op->stream;
+    return CD_OK;
+}
+
 static cd_status gpu_run(cd_backend *backend, const cd_op *op, const cd_patience *patience)
 {
     cd_gpu_backend *b = of(backend);
@@ -94,8 +103,9 @@ static cd_status gpu_run(cd_backend *backend, const cd_op *op, const cd_patience
     visit v;
     CD_TRY(visit_begin(b, op->kind, patience, &v));
     cd_status status = cd_gpu_launch(b, op, op->stream, patience);
-    if (cd_likely(status == CD_OK) && !b->grouping)
-        status = note_running(b, op, patience, op->kind == CD_BARRIER ? &barrier : 0);
+    if (cd_likely(status == CD_OK))
+        status = b->grouping ? note_grouped(b, op, patience)
+                             : note_running(b, op, patience, op->kind == CD_BARRIER ? &barrier : 0);
     visit_end(b, &v, status);
     /* The one operation without data that a stream could order: the host itself waits. */
     if (barrier && !barrier->captured)
@@ -168,6 +178,12 @@ static cd_status record_grouped(cd_gpu_backend *b, cd_status status)
             status = cd_gpu_event_record(b, event, b->stream, false);
         cd_gpu_event_unref(event);
     }
+    cd_event *run = b->grouped_run;
+    b->grouped_run = 0;
+    if (run && status == CD_OK && (status = cd_gpu_event_record(b, run, run->stream, true)) == CD_OK)
+        return CD_OK;
+    if (run)
+        cd_gpu_event_unref(run);
     return status;
 }
 

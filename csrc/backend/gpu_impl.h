@@ -87,6 +87,7 @@ struct cd_gpu_backend {
     pthread_t group_owner;
     cd_gpu_deferred *deferred;
     cd_event *grouped;          /* events to record at group_end, linked by next */
+    cd_event *grouped_run;      /* the one of all operations in callers' streams; NULL: there was none */
 
     pthread_mutex_t events_lock;
     cd_event *pool;

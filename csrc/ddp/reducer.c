@@ -48,6 +48,7 @@ struct cd_reducer {
     cd_reduce_mode mode;
     cd_step step;
     double divisor, scale;
+    bool scaled; /* set_scale was called: every rank has its own factor */
     void *stream;
     pthread_mutex_t lock;  /* next and the launching itself */
     int next;              /* first piece that was not launched, or bucket that was not handed out */
@@ -237,6 +238,7 @@ void cd_reducer_set_divisor(cd_reducer *r, double divisor)
 void cd_reducer_set_scale(cd_reducer *r, double scale)
 {
     r->scale = scale;
+    r->scaled = true;
 }
 
 void cd_reducer_set_uses(cd_reducer *r, const int *uses)
@@ -317,17 +319,18 @@ static cd_status launch(cd_reducer *r, piece *p)
         scale_piece(r, p);
     bool plain = r->mode == CD_REDUCE_SUM || r->divisor == 1.0;
     bool average = !plain && r->divisor == (double)cd_group_size(r->group);
+    bool weighted = r->scaled && b->device != CD_CPU; /* NCCL multiplies by each rank's own factor */
     size_t item = cd_dtype_bytes(b->dtype), count;
     char *data = memory_of(r, p, &count);
     cd_span span = {.data = data, .count = count, .item_bytes = (uint32_t)item};
     cd_op op = {
         .kind = CD_ALL_REDUCE,
         .dtype = b->dtype,
-        .redop = plain ? CD_SUM : average ? CD_AVG : CD_PREMUL_SUM,
+        .redop = weighted ? CD_PREMUL_SUM : plain ? CD_SUM : average ? CD_AVG : CD_PREMUL_SUM,
         .device = b->device,
         .root = -1,
         .peer = -1,
-        .factor = plain || average ? 1.0 : 1.0 / r->divisor,
+        .factor = weighted ? r->scale : plain || average ? 1.0 : 1.0 / r->divisor,
         .in = {.list = &span, .spans = 1},
         .out = {.list = &span, .spans = 1},
         .count = count,
@@ -401,6 +404,13 @@ cd_status cd_reducer_ready(cd_reducer *r, int param)
     if (complete(r, param) && r->step == CD_STEP_REDUCE)
         return launch_full(r);
     return CD_OK;
+}
+
+bool cd_reducer_completes(const cd_reducer *r, int param)
+{
+    /* Acquire: pairs with complete(). */
+    return r->step != CD_STEP_LOCAL && atomic_load_explicit(&r->pending[param], memory_order_relaxed) == 1 &&
+           atomic_load_explicit(&r->pieces[r->piece_of[param]].unready, memory_order_acquire) == 1;
 }
 
 int cd_reducer_seen(const cd_reducer *r, int param)

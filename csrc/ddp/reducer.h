@@ -53,7 +53,7 @@ void *cd_reducer_bucket(const cd_reducer *reducer, int bucket, size_t *bytes_p);
 /* The following set-up calls hold from the next begin on; the thread that calls begin. */
 /* MEAN divides by this instead of the group's size; the same on all ranks. */
 void cd_reducer_set_divisor(cd_reducer *reducer, double divisor);
-/* Multiplies this rank's gradients before the sum (weights). CPU only. */
+/* Multiplies this rank's gradients before the sum (weights; mode SUM). Called on all ranks or on none. */
 void cd_reducer_set_scale(cd_reducer *reducer, double scale);
 /* How often ready() is called for each parameter in a step before it counts as ready; default and least 1. */
 void cd_reducer_set_uses(cd_reducer *reducer, const int *uses);
@@ -66,6 +66,8 @@ cd_status cd_reducer_begin(cd_reducer *reducer, cd_step step, const cd_patience 
 /* Gradient `param` lies complete in its view. Thread-safe. Errors: CD_BAD_ARGUMENT when it was ready
  * already in this step or is out of range (the caller names it); the group's. */
 cd_status cd_reducer_ready(cd_reducer *reducer, int param);
+/* Whether the next ready() of this parameter fills what is launched at once. For whoever alone calls ready() now. */
+bool cd_reducer_completes(const cd_reducer *reducer, int param);
 /* Calls of ready() for this parameter since begin. */
 int cd_reducer_seen(const cd_reducer *reducer, int param);
 /* CD_STEP_HANDOUT: the next bucket in order if it is full, and not handed out yet; otherwise −1. Thread-

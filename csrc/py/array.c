@@ -453,7 +453,8 @@ int cd_py_array_add(PyObject *module)
     state->shape_name = PyUnicode_InternFromString("shape");
     state->strides_name = PyUnicode_InternFromString("strides");
     state->dtype_name = PyUnicode_InternFromString("dtype");
+    state->packed_name = PyUnicode_InternFromString("_c_contiguous");
     bool made = state->array_types && state->data_name && state->ptr_name && state->device_id_name && state->shape_name &&
-                state->strides_name && state->dtype_name;
+                state->strides_name && state->dtype_name && state->packed_name;
     return made ? PyModule_AddFunctions(module, methods) : -1;
 }

@@ -18,7 +18,7 @@ int cd_py_array_set_dtype(PyObject *dtype, const char *name, cd_py_array *out);
 /* Whether `type` is cupy.ndarray itself; once seen, it is state->cupy_type. No exception. */
 bool cd_py_cupy_find(cd_py_state *state, PyTypeObject *type);
 /* After cd_py_cupy_find has found it. */
-int cd_py_cupy_read(const cd_py_state *state, PyObject *object, const char *name, cd_py_array *out);
+int cd_py_cupy_read(cd_py_state *state, PyObject *object, const char *name, cd_py_array *out);
 int cd_py_cupy_stream(const cd_py_state *state, void **stream_p);
 
 /* The table of `type`, remembered in module state; NULL: it has none (no exception). */

@@ -79,21 +79,32 @@ static PyObject *gpu_release(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Where operations on `tensor` run: 1 on a GPU, 0 on the CPU; None: on a GPU if the group has one already. −1: exception. */
+static int find_gpu(cd_py_state *state, cd_group *group, PyObject *tensor, int *index_p)
+{
+    cd_py_array array;
+    if (tensor == Py_None)
+        return cd_group_backend(group, CD_CUDA) != NULL;
+    if (cd_py_array_read(state, tensor, "tensor", CD_PY_INPUT, &array) < 0)
+        return -1;
+    *index_p = array.device_index;
+    int on_gpu = array.device == CD_CUDA;
+    cd_py_array_release(&array);
+    return on_gpu;
+}
+
 /* _gpu_coalesce_begin(group, tensor): False for arrays in host memory, where nothing is to be coalesced. */
 static PyObject *coalesce_begin(PyObject *module, PyObject *args)
 {
     PyObject *object, *tensor;
-    cd_py_array array;
+    int index = -1;
     cd_py_state *state = cd_py_state_of(module);
-    if (!PyArg_ParseTuple(args, "O!O", state->group_type, &object, &tensor) ||
-        cd_py_array_read(state, tensor, "tensor", CD_PY_INPUT, &array) < 0)
+    if (!PyArg_ParseTuple(args, "O!O", state->group_type, &object, &tensor))
         return NULL;
-    bool on_gpu = array.device == CD_CUDA;
-    int index = array.device_index;
-    cd_py_array_release(&array);
-    if (!on_gpu)
-        Py_RETURN_FALSE;
     cd_group *group = ((cd_py_group *)object)->group;
+    int on_gpu = find_gpu(state, group, tensor, &index);
+    if (on_gpu <= 0)
+        return on_gpu < 0 ? NULL : Py_NewRef(Py_False);
     cd_status status = open_gpu(group, index);
     if (status == CD_OK) {
         cd_backend *gpu = cd_group_backend(group, CD_CUDA);
@@ -101,7 +112,7 @@ static PyObject *coalesce_begin(PyObject *module, PyObject *args)
         status = gpu->ops->group_begin(gpu);
         Py_END_ALLOW_THREADS
     }
-    return status == CD_OK ? Py_NewRef(Py_True) : cd_py_raise_from(state, status, "batch_isend_irecv");
+    return status == CD_OK ? Py_NewRef(Py_True) : cd_py_raise_from(state, status, "coalesced operations");
 }
 
 static PyObject *coalesce_end(PyObject *module, PyObject *args)
@@ -111,7 +122,7 @@ static PyObject *coalesce_end(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!", state->group_type, &object))
         return NULL;
     cd_group *group = ((cd_py_group *)object)->group;
-    cd_backend *gpu = gpu_of(state, group, "batch_isend_irecv");
+    cd_backend *gpu = gpu_of(state, group, "coalesced operations");
     if (!gpu)
         return NULL;
     cd_py_wait wait;
@@ -125,7 +136,7 @@ static PyObject *coalesce_end(PyObject *module, PyObject *args)
         cd_group_abort(group, &error);
         cd_fail_with(&error);
     }
-    return cd_py_raise_from(state, status, "batch_isend_irecv");
+    return cd_py_raise_from(state, status, "coalesced operations");
 }
 
 /* _gpu_reduces(op, dtype): the backend's own table. */
@@ -144,7 +155,8 @@ static PyMethodDef methods[] = {
     {"_gpu_alloc", gpu_alloc, METH_VARARGS, "_gpu_alloc(group, bytes)\n--\n\nAddress of registered GPU memory."},
     {"_gpu_release", gpu_release, METH_VARARGS, "_gpu_release(group, address)\n--\n\nGives it back."},
     {"_gpu_coalesce_begin", coalesce_begin, METH_VARARGS,
-     "_gpu_coalesce_begin(group, tensor)\n--\n\nOperations from here to the end are one launch; False on the CPU."},
+     "_gpu_coalesce_begin(group, tensor)\n--\n\nOperations from here to the end are one launch; False on the CPU. `tensor`\n"
+     "tells where they run; None: where the group has connected GPUs already."},
     {"_gpu_coalesce_end", coalesce_end, METH_VARARGS, "_gpu_coalesce_end(group)\n--\n\nLaunches them."},
     {NULL, NULL, 0, NULL},
 };

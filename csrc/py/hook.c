@@ -16,6 +16,7 @@ typedef struct {
     size_t bytes;   /* of the view if it is contiguous and small, otherwise 0 */
     int index;
     bool link;      /* parameter.grad becomes the view */
+    bool late;      /* copied together with others (on a GPU, where each copy is a launch) */
 } hook_object;
 
 /* Up to here the call of copy_ costs more than the copy: the bytes are moved right here. Beyond it torch may use its threads. */
@@ -119,6 +120,13 @@ static int place_gradient(hook_object *self, PyObject *param)
         Py_DECREF(grad);
         return 0;
     }
+    if (self->late) {
+        grad = without_graph(self, grad);
+        int postponed = grad ? cd_py_reducer_postpone(self->reducer, self->view, grad, self->link ? param : NULL) : -1;
+        Py_XDECREF(grad);
+        self->reducer->linked += self->link;
+        return postponed;
+    }
     if (copy_directly(self, grad))
         Py_DECREF(grad);
     else if (copy_by_torch(self, grad) < 0)
@@ -192,6 +200,7 @@ PyObject *cd_py_reducer_hook(PyObject *object, PyObject *args)
     hook->view = Py_NewRef(view);
     hook->index = index;
     hook->link = link != 0;
+    hook->late = !direct;
     PyObject_GC_Track(hook);
     return (PyObject *)hook;
 }

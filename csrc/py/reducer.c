@@ -87,13 +87,24 @@ static int reducer_traverse(PyObject *object, visitproc visit, void *arg)
     cd_py_reducer *self = (cd_py_reducer *)object;
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(self->owner);
+    Py_VISIT(self->late_views);
+    Py_VISIT(self->late_grads);
+    Py_VISIT(self->late_params);
     return 0;
+}
+
+static void drop_late(cd_py_reducer *self)
+{
+    Py_CLEAR(self->late_views);
+    Py_CLEAR(self->late_grads);
+    Py_CLEAR(self->late_params);
 }
 
 static int reducer_clear(PyObject *object)
 {
     cd_py_reducer *self = (cd_py_reducer *)object;
     Py_CLEAR(self->owner);
+    drop_late(self);
     return 0;
 }
 
@@ -192,6 +203,8 @@ static PyObject *reducer_begin(PyObject *object, PyObject *step)
         return raise(object, status, "gradient reduction");
     self->step = (cd_step)value;
     self->linked = 0;
+    /* What a backward pass that failed has left. */
+    drop_late(self);
     Py_RETURN_NONE;
 }
 
@@ -207,8 +220,59 @@ static PyObject *raise_twice(cd_py_reducer *self, int index)
     return NULL;
 }
 
+int cd_py_reducer_postpone(cd_py_reducer *self, PyObject *view, PyObject *grad, PyObject *param)
+{
+    if (!self->late_views) {
+        self->late_views = PyList_New(0);
+        self->late_grads = PyList_New(0);
+        self->late_params = PyList_New(0);
+        if (!self->late_views || !self->late_grads || !self->late_params) {
+            drop_late(self);
+            return -1;
+        }
+    }
+    if (PyList_Append(self->late_views, view) < 0 || PyList_Append(self->late_grads, grad) < 0)
+        return -1;
+    return PyList_Append(self->late_params, param ? param : Py_None);
+}
+
+static int link_late(PyObject *grad_name, PyObject *params, PyObject *views)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
+        PyObject *param = PyList_GET_ITEM(params, i);
+        if (param != Py_None && PyObject_SetAttr(param, grad_name, PyList_GET_ITEM(views, i)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int cd_py_reducer_flush(cd_py_reducer *self)
+{
+    if (cd_likely(!self->late_views))
+        return 0;
+    cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
+    PyObject *views = self->late_views, *grads = self->late_grads, *params = self->late_params;
+    self->late_views = self->late_grads = self->late_params = NULL;
+    if (state && !state->foreach_copy) {
+        PyObject *torch = PyImport_ImportModule("torch"); /* loaded: its tensors wait here */
+        state->foreach_copy = torch ? PyObject_GetAttrString(torch, "_foreach_copy_") : NULL;
+        Py_XDECREF(torch);
+    }
+    PyObject *copied = state && state->foreach_copy
+                           ? PyObject_CallFunctionObjArgs(state->foreach_copy, views, grads, NULL)
+                           : NULL;
+    int result = copied ? link_late(state->grad_name, params, views) : -1;
+    Py_XDECREF(copied);
+    Py_DECREF(views);
+    Py_DECREF(grads);
+    Py_DECREF(params);
+    return result;
+}
+
 PyObject *cd_py_reducer_mark(cd_py_reducer *self, int index)
 {
+    if (cd_unlikely(self->late_views) && cd_reducer_completes(self->reducer, index) && cd_py_reducer_flush(self) < 0)
+        return NULL;
     cd_status status = cd_reducer_ready(self->reducer, index);
     if (cd_unlikely(status == CD_BAD_ARGUMENT))
         return raise_twice(self, index);
@@ -225,6 +289,14 @@ static PyObject *reducer_ready(PyObject *object, PyObject *number)
     if (cd_py_reducer_index((cd_py_reducer *)object, number, &index) < 0)
         return NULL;
     return cd_py_reducer_mark((cd_py_reducer *)object, index);
+}
+
+static PyObject *reducer_flush(PyObject *object, PyObject *Py_UNUSED(none))
+{
+    cd_py_reducer *self = (cd_py_reducer *)object;
+    if (check_made(self) < 0 || cd_py_reducer_flush(self) < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyObject *reducer_seen(PyObject *object, PyObject *number)
@@ -393,6 +465,7 @@ static PyMethodDef reducer_methods[] = {
     {"place", reducer_offset, METH_O, "place(i): (bucket, offset in bytes) of gradient i."},
     {"begin", reducer_begin, METH_O, "begin(step): all gradients become unready; 0 local, 1 reduce, 2 hand out."},
     {"ready", reducer_ready, METH_O, "ready(i): gradient i lies complete in its place."},
+    {"flush", reducer_flush, METH_NOARGS, "Copies the gradients that hooks have not copied yet to their places."},
     {"seen", reducer_seen, METH_O, "seen(i): how often gradient i was marked since begin."},
     {"next_full", reducer_next_full, METH_NOARGS, "The next full bucket to be handed out, or -1."},
     {"fill", reducer_fill, METH_O, "fill(expected): zeros for unready gradients; returns how many."},
@@ -405,7 +478,7 @@ static PyMethodDef reducer_methods[] = {
     {"set_stream", reducer_set_stream, METH_O, "The CUDA stream that computes the gradients."},
     {"hook", cd_py_reducer_hook, METH_VARARGS,
      "hook(i, view, link, direct): callable(parameter) that places and marks gradient i. `link`: its grad becomes the view; "
-     "`direct`: a tensor in this process's memory."},
+     "`direct`: a tensor in this process's memory; others are copied together when a bucket is full."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -31,6 +31,7 @@
     X(reducer_type)                                                                     \
     X(bucket_buffer_type)                                                               \
     X(gradient_hook_type)                                                               \
+    X(foreach_copy)       /* torch._foreach_copy_, once it was needed */                \
     X(grad_name)          /* "grad" */                                                  \
     X(requires_grad_name) /* "requires_grad" */                                         \
     X(dtype_name)         /* "dtype" */                                                 \
@@ -40,13 +41,36 @@
     X(ptr_name)           /* "ptr" */                                                   \
     X(device_id_name)     /* "device_id" */                                             \
     X(shape_name)         /* "shape" */                                                 \
-    X(strides_name)       /* "strides" */
+    X(strides_name)       /* "strides" */                                               \
+    X(packed_name)        /* "_c_contiguous" */
+
+/* The getter of an attribute in C, of objects that are exactly of `type`; NULL: not known. */
+typedef struct {
+    PyTypeObject *type;
+    getter get;
+    void *closure;
+} cd_py_getter;
+
+enum {
+    CD_PY_CUPY_DATA,
+    CD_PY_CUPY_DEVICE,
+    CD_PY_CUPY_PTR,
+    CD_PY_CUPY_DTYPE,
+    CD_PY_CUPY_SHAPE,
+    CD_PY_CUPY_STRIDES,
+    CD_PY_CUPY_PACKED,
+    CD_PY_CUPY_GETTERS
+};
+
+typedef intptr_t (*cd_py_stream_func)(void);
 
 typedef struct {
 #define X(name) PyObject *name;
     CD_PY_STATE_OBJECTS(X)
 #undef X
     const void *exchange_api; /* of exchange_type */
+    cd_py_getter cupy_getters[CD_PY_CUPY_GETTERS];
+    cd_py_stream_func cupy_stream_function; /* CuPy's current stream, with the GIL held; NULL: ask cupy_stream */
     void *store_servers;      /* list of this process's multi-tenant servers (store.c) */
 } cd_py_state;
 

@@ -200,6 +200,18 @@ def _join_futures(works, value):
     return result
 
 
+@contextlib.contextmanager
+def _one_launch(group, tensor):
+    """Make operations one launch where `tensor` lies on a GPU; None: where the group has connected GPUs."""
+    inner = _core._get_default_group() if group is None else group
+    coalesced = _core._gpu_coalesce_begin(inner, tensor)
+    try:
+        yield
+    finally:
+        if coalesced:
+            _core._gpu_coalesce_end(inner)
+
+
 def all_reduce_coalesced(tensors, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce several arrays, each in place. With ``async_op`` returns a Future of the list.
 
@@ -215,7 +227,8 @@ def all_reduce_coalesced(tensors, op=ReduceOp.SUM, group=None, async_op=False):
     group = _member(group, "all_reduce_coalesced")
     if group is None:
         return None
-    works = [all_reduce(tensor, op, group, True) for tensor in tensors]
+    with _one_launch(group, tensors[0] if len(tensors) else None):
+        works = [all_reduce(tensor, op, group, True) for tensor in tensors]
     if async_op:
         return _join_futures(works, list(tensors))
     for work in works:
@@ -235,10 +248,11 @@ def all_gather_coalesced(output_tensor_lists, input_tensor_list, group=None, asy
         raise TypeError("all_gather_coalesced: expected lists of arrays")
     if any(len(outputs) != len(input_tensor_list) for outputs in output_tensor_lists):
         raise ValueError("all_gather_coalesced: every output list must be as long as the list of inputs")
-    works = [
-        all_gather([outputs[i] for outputs in output_tensor_lists], tensor, group, True)
-        for i, tensor in enumerate(input_tensor_list)
-    ]
+    with _one_launch(group, input_tensor_list[0] if len(input_tensor_list) else None):
+        works = [
+            all_gather([outputs[i] for outputs in output_tensor_lists], tensor, group, True)
+            for i, tensor in enumerate(input_tensor_list)
+        ]
     if async_op:
         return _join_futures(works, output_tensor_lists)
     for work in works:
@@ -265,11 +279,24 @@ class _CoalescingManager:
 
 @contextlib.contextmanager
 def _coalescing_manager(group=None, device=None, async_ops=False):
-    """Mark operations that belong together.
+    """Mark operations of one group that belong together: on GPUs they are one launch, at the end.
 
-    They run as they are called: none of them is slower for it on the CPU.
+    On the CPU they run as they are called. On GPUs nothing is written before the end, and no Work of an
+    operation inside can be waited for until then.
+
+    Args:
+        group: None is the default group.
+        device: where the operations run; None: on the group's GPU, if it has connected one already.
+        async_ops: do not wait for the Works that were appended.
+
     """
     manager = _CoalescingManager()
-    yield manager
+    member = _member(group, "_coalescing_manager")
+    on_gpu = member is not None and str(device or "cuda").partition(":")[0] == "cuda"
+    if on_gpu and device is not None:
+        number = str(device).partition(":")[2]  # "cuda", "cuda:1", torch.device
+        _core._gpu_open(member, int(number or -1))
+    with _one_launch(member, None) if on_gpu else contextlib.nullcontext():
+        yield manager
     if not async_ops:
         manager.wait()

@@ -2,7 +2,7 @@
 
 from cdist import _core
 from cdist._core import irecv, isend, recv, send
-from cdist.collectives import _member
+from cdist.collectives import _member, _one_launch
 
 __all__ = ["send", "recv", "isend", "irecv", "P2POp", "batch_isend_irecv"]
 
@@ -71,15 +71,10 @@ def batch_isend_irecv(p2p_op_list) -> list:
     if _member(group, "batch_isend_irecv") is None:
         return []
     works = [None] * len(p2p_op_list)
-    inner = _core._get_default_group() if group is None else group
     # On GPUs a send waits for its receive: only as one launch can two ranks send to each other.
-    coalesced = _core._gpu_coalesce_begin(inner, p2p_op_list[0].tensor)
-    try:
+    with _one_launch(group, p2p_op_list[0].tensor):
         for kind, name in ((irecv, "group_src"), (isend, "group_dst")):
             for i, op in enumerate(p2p_op_list):
                 if op.op is kind:
                     works[i] = kind(op.tensor, group=group, tag=op.tag, **{name: op.group_peer})
-    finally:
-        if coalesced:
-            _core._gpu_coalesce_end(inner)
     return works

@@ -6,7 +6,7 @@ import torch
 import cdist
 from cdist.parallel.join import JoinHook
 from cdist.parallel.synchronizer import HAND_OUT, REDUCE
-from cdist.parallel.torch_parts import all_reduce_max, broadcast_tensors
+from cdist.parallel.torch_parts import all_reduce_max
 
 
 class TorchJoinHook(JoinHook):
@@ -25,7 +25,7 @@ class TorchJoinHook(JoinHook):
         if flags[1] and sync.wants_replan() and ddp._may_replan():
             ddp._replan()
         if flags[2]:
-            broadcast_tensors(ddp._buffers_to_sync(), ddp.process_group, ddp._highest(-1))
+            ddp._broadcast_buffers(ddp._highest(-1))
         if not flags[1]:
             return
         if ddp.reduce == "weights":
@@ -47,5 +47,5 @@ class TorchJoinHook(JoinHook):
         ddp = self.ddp
         source = ddp._highest(cdist.get_rank(ddp.process_group) if is_last_joiner else -1)
         ddp.broadcast_parameters(source)
-        broadcast_tensors(ddp._buffers_to_sync(), ddp.process_group, source)
+        ddp._broadcast_buffers(source)
         ddp._sync.set_divisor(None)

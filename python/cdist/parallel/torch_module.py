@@ -33,7 +33,6 @@ from cdist.parallel.torch_join import TorchJoinHook
 from cdist.parallel.torch_log import StepTimes, logging_data
 from cdist.parallel.torch_parts import (
     all_reduce_max,
-    broadcast_tensors,
     bucket_tensors,
     name_of,
     reached_parameters,
@@ -129,7 +128,8 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         self._check_devices(device_ids, output_device)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._hook = self._buffer_hook = None
+        self._hook = self._buffer_hook = self._kept_buffers = None
+        self._has_buffers = bool(self._buffers_to_sync())
         self.mixed_precision = mixed_precision
         trainable = [(name, p) for name, p in self._named() if p.requires_grad]
         if init_sync:
@@ -139,7 +139,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         if init_sync:
             self.broadcast_parameters()
             if self.broadcast_buffers:
-                broadcast_tensors(self._buffers_to_sync(), process_group)
+                self._broadcast_buffers(0)
         self._times = StepTimes()
         self._set_up_precision()
         self._adopt(trainable)
@@ -218,7 +218,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
             Gradient(name, p.numel(), name_of(dtype), dtype.itemsize)
             for (name, p), dtype in zip(trainable, dtypes, strict=True)
         ]
-        self._memory = None
+        self._memory = self._kept_buffers = None
         me = weakref.proxy(self)
         self._sync = Synchronizer(
             self.process_group,
@@ -346,7 +346,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
             reduces = HAND_OUT if self._hook else REDUCE
             step = reduces if self._sync_this and not self._counting else LOCAL
             if self.device.type == "cuda":
-                sync.reducer.set_stream(torch.cuda.current_stream(self.device).cuda_stream)
+                sync.reducer.set_stream(torch._C._cuda_getCurrentRawStream(self.device.index))
             sync.begin(step)
             self._open = step != LOCAL
         sync.reducer.backward = True
@@ -379,6 +379,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         """End a step; the engine calls it at the end of a backward pass."""
         reducer = self._sync.reducer
         reducer.backward = False
+        reducer.flush()
         self._times.backward_ends()
         futures, self._buffer_futures = self._buffer_futures, []
         for future in futures:

@@ -1,4 +1,4 @@
-"""Parts of DistributedDataParallel over torch modules: views into buckets, graphs, buffers."""
+"""Parts of DistributedDataParallel over torch modules: views into buckets, graphs."""
 
 import dataclasses
 
@@ -95,52 +95,6 @@ def to_device(value, device):
     if isinstance(value, dict):
         return type(value)((key, to_device(part, device)) for key, part in value.items())
     return value
-
-
-def buffers_of(module):
-    """Buffers of a module and of all in it, each once: named_buffers() without the costly names."""
-    found, seen, todo = [], {id(module)}, [module]
-    while todo:
-        inner = todo.pop()
-        for buffer in inner._buffers.values():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                found.append(buffer)
-        for child in inner._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                todo.append(child)
-    return found
-
-
-def broadcast_tensors(tensors, group, src=0):
-    """Give every rank the tensors of group rank `src`. Collective.
-
-    One message per device; writes only where values differ.
-    """
-    devices = {}
-    for tensor in tensors:
-        devices.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(tensor)
-    with torch.no_grad():
-        for kinds in devices.values():
-            # The largest elements first: then each kind begins at a multiple of its element.
-            same = sorted(kinds.values(), key=lambda tensors: -tensors[0].element_size())
-            _broadcast_together(same, group, src)
-
-
-def _broadcast_together(kinds, group, src):
-    mine = [torch._utils._flatten_dense_tensors(same) for same in kinds]
-    parts = [flat.view(torch.uint8) for flat in mine]
-    root = cdist.get_rank(group) == src
-    together = torch.cat(parts) if len(parts) > 1 else parts[0] if root else parts[0].clone()
-    cdist.broadcast(together, group_src=src, group=group)
-    if root:
-        return
-    for same, part, new in zip(kinds, parts, together.split([len(part) for part in parts]), strict=True):
-        # On a GPU the look at the values would wait for all that is queued there.
-        if part.is_cuda or not torch.equal(part, new):
-            values = new.view(same[0].dtype)
-            torch._foreach_copy_(same, torch._utils._unflatten_dense_tensors(values, same))
 
 
 def all_reduce_max(values, group):

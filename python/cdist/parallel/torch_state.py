@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 import cdist
+from cdist.parallel.torch_buffers import KeptBuffers, broadcast_tensors, buffers_of
 from cdist.parallel.torch_comm import BufferCommHookLocation, BufferHook
-from cdist.parallel.torch_parts import broadcast_tensors, buffers_of
 from cdist.parallel.verify import agree
 
 
@@ -28,23 +28,20 @@ class ModelState:
 
     def will_sync_module_buffers(self):
         """Whether the next forward broadcasts buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_to_sync())
+        return self.require_forward_param_sync and self.forward_sync_buffers and self._has_buffers
 
     def _sync_buffers(self, after):
         """Before the module's forward (or after it, for a hook registered so): make buffers equal."""
         hook = self._buffer_hook
         if after != (hook is not None and hook.after):
             return
-        if not (self.require_forward_param_sync and self.forward_sync_buffers):
-            return
-        buffers = self._buffers_to_sync()
-        if not buffers:
+        if not self.will_sync_module_buffers():
             return
         if hook is None:
             source = 0
             if self._join_config.enable:
                 source = self._highest(cdist.get_rank(self.process_group))
-            broadcast_tensors(buffers, self.process_group, source)
+            self._broadcast_buffers(source)
             return
         named = self.module.named_buffers()
         futures = list(
@@ -55,6 +52,14 @@ class ModelState:
         else:
             for future in futures:
                 future.wait()
+
+    def _broadcast_buffers(self, source):
+        if self.device.type != "cuda" or self.parameters_to_ignore:
+            broadcast_tensors(self._buffers_to_sync(), self.process_group, source)
+            return
+        if self._kept_buffers is None:
+            self._kept_buffers = KeptBuffers(self.module)
+        self._kept_buffers.broadcast(self.process_group, source)
 
     def _highest(self, rank):
         highest = np.array([rank], np.int64)
@@ -79,7 +84,7 @@ class ModelState:
 
     def broadcast_buffers_now(self, src=0):
         """Give every rank the buffers of group rank `src`. Collective."""
-        broadcast_tensors(self._buffers_to_sync(), self.process_group, src)
+        self._broadcast_buffers(src)
 
     def set_trainable(self, names):
         """From the next step on exactly these parameters need gradients.
@@ -120,6 +125,7 @@ class ModelState:
             "_memory",
             "_params",
             "_low",
+            "_kept_buffers",
         )
         state = {key: value for key, value in self.__dict__.items() if key not in gone}
         state["_hook"] = state["_buffer_hook"] = None
@@ -127,7 +133,7 @@ class ModelState:
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self.process_group = None
+        self.process_group = self._kept_buffers = None
         chosen = set(self._names)
         self._set_up_precision()
         self._adopt([(name, p) for name, p in self._named() if name in chosen])
