@@ -26,4 +26,13 @@ static inline void cd_cpu_relax(void)
 #endif
 }
 
+/* Before a word is posted or bytes are sent. The test build's (tests/c/jitter.c) yields or naps at random. */
+#ifdef CDIST_JITTER
+void cd_jitter(void);
+#else
+static inline void cd_jitter(void)
+{
+}
+#endif
+
 #endif

@@ -25,14 +25,6 @@
 
 #include <string.h>
 
-#ifdef CDIST_JITTER
-void cd_jitter(void); /* the test build's: yields or naps at random */
-#else
-static inline void cd_jitter(void)
-{
-}
-#endif
-
 #define CD_SHM_SLOTS 12
 #define CD_SHM_INLINE 48
 /* Slices and reductions start at multiples of this, so that no two ranks write one line. */

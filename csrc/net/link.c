@@ -51,6 +51,7 @@ static cd_status link_send(cd_pipe *pipe, const cd_piece *pieces, int count, siz
     if (used == 0)
         return CD_OK;
     struct msghdr message = {.msg_iov = list, .msg_iovlen = (size_t)used};
+    cd_jitter();
     ssize_t n = sendmsg(pipe->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n >= 0)
         *moved_p = (size_t)n;
@@ -62,6 +63,7 @@ static cd_status link_send(cd_pipe *pipe, const cd_piece *pieces, int count, siz
 static cd_status receive_some(tcp_link *link, void *out, size_t bytes, size_t *moved_p)
 {
     *moved_p = 0;
+    cd_jitter();
     ssize_t n = recv(link->pipe.fd, out, bytes, MSG_DONTWAIT);
     if (n > 0)
         *moved_p = (size_t)n;

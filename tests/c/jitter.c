@@ -1,10 +1,9 @@
-/* The hook of the jitter build: before a word is posted the thread sometimes yields or naps, so that ranks meet in orders
- * that a quiet machine never shows. */
+/* The hook of the jitter build: before a word is posted, or bytes are sent or received, the thread sometimes yields or naps, so
+ * that ranks meet in orders that a quiet machine never shows. */
+#include "base/attr.h"
 #include "base/clock.h"
 
 #include <sched.h>
-
-void cd_jitter(void);
 
 void cd_jitter(void)
 {

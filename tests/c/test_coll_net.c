@@ -106,6 +106,26 @@ static void test_many_chunks(int ranks, world_kind pipes)
     net_ranks_free(&n);
 }
 
+/* A long random sequence: kinds, sizes and paths that follow each other in every order. The jitter build (make JITTER=1) puts
+ * yields and naps before every call on a socket. */
+static void test_soak(int ranks, world_kind pipes, size_t count)
+{
+    net_ranks n;
+    net_ranks_make(&n, ranks, pipes);
+    case_list l = {.g = &n.g};
+    uint64_t state = (uint64_t)ranks;
+    while (l.count < count) {
+        state = scramble(state + 1);
+        cd_kind kind = (cd_kind)(state % (CD_ALL_TO_ALL + 1));
+        size_t most = state >> 8 & 31 ? 200 : 20000;
+        cd_coll_func run = state >> 16 & 1 ? NULL : state >> 17 & 1 ? small_path(kind) : large_path(kind);
+        add_net(&l, kind, run, (size_t)(state >> 20) % most, (int)(state >> 40) % LAYOUTS);
+    }
+    check_on_ranks(ranks, run_list_on_rank, &l);
+    free(l.list);
+    net_ranks_free(&n);
+}
+
 /* K50: no power of two, and many. */
 static void test_large_world(int ranks)
 {
@@ -372,6 +392,9 @@ int main(void)
         test_absence(pipes);
         test_loss(pipes);
     }
+    test_soak(2, WORLD_TCP, CHECK_BRIEF ? 200 : 2000);
+    test_soak(3, WORLD_TCP, CHECK_BRIEF ? 200 : 2000);
+    test_soak(4, WORLD_MIXED, CHECK_BRIEF ? 200 : 1000);
     test_rooted_disagreement(4, WORLD_MIXED);
     test_rooted_disagreement(5, WORLD_SHM);
     test_many_chunks(2, WORLD_SHM);
