@@ -3,8 +3,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Idle looks (about 50 ms apart) at a peer that left before its silence counts: what it sent before is still on its way. */
-#define GONE_LOOKS 4
+/* Idle looks (about 50 ms apart) at a peer that left before its silence counts: what it sent before is still on its way. The end
+ * of its stream is seen sooner. */
+#define GONE_LOOKS 20
 
 #define HELLO_BYTES (sizeof(cd_net_hello) + CD_NET_CARRY)
 

@@ -351,6 +351,23 @@ cd_status cd_group_create(cd_world *w, const int *ranks, int count, uint64_t tim
 
 /* ---- the end ---- */
 
+void cd_group_drain(cd_group *g, const cd_patience *patience)
+{
+    if (cd_world_forked(g->world) || atomic_load_explicit(&g->closed, memory_order_acquire))
+        return;
+    cd_patience own = *patience;
+    own.cause = g->cause;
+    own.spin = own.yields = 0; /* the worker needs the core more */
+    cd_mesh *mesh = g->world->mesh;
+    cd_waiter waiter = cd_waiter_start(&own);
+    cd_error before = *cd_last_error();
+    /* Acquire: pairs with the release after an operation's end. */
+    while (atomic_load_explicit(&g->pending, memory_order_acquire) || (mesh && cd_mesh_owes(mesh)))
+        if (cd_waiter_turn(&waiter) != CD_OK)
+            break;
+    cd_fail_with(&before);
+}
+
 void cd_group_close(cd_group *g)
 {
     if (!g || atomic_exchange_explicit(&g->closed, true, memory_order_acq_rel))
@@ -459,18 +476,20 @@ void cd_groups_peer_gone(cd_world *w, int rank, const cd_error *lost)
     pthread_mutex_unlock(&w->groups_lock);
 }
 
-void cd_groups_abort_context(cd_world *w, uint64_t context, const cd_error *error)
+bool cd_groups_abort_context(cd_world *w, uint64_t context, const cd_error *error)
 {
+    bool news = true;
     pthread_mutex_lock(&w->groups_lock);
     for (cd_group *g = w->groups; g; g = g->next)
         if (g->context == context) {
-            cd_cause_publish(g->cause, error);
+            news = cd_cause_publish(g->cause, error);
             if (g == w->group)
                 abort_expected(w, error);
             if (g->gpu)
                 g->gpu->ops->abort(g->gpu);
         }
     pthread_mutex_unlock(&w->groups_lock);
+    return news;
 }
 
 /* ---- questions ---- */
@@ -490,6 +509,12 @@ uint32_t cd_group_pending(const cd_group *g)
     uint32_t queued = atomic_load_explicit(&g->pending, memory_order_relaxed); /* a number for a text: orders nothing */
     bool counts_messages = g == g->world->group && g->world->mesh && !cd_world_forked(g->world);
     return queued + (counts_messages ? (uint32_t)cd_mesh_outstanding(g->world->mesh) : 0);
+}
+
+size_t cd_group_untold(const cd_group *g, char *out, size_t bytes)
+{
+    out[0] = 0;
+    return g->world->mesh && !cd_world_forked(g->world) ? cd_mesh_untold(g->world->mesh, out, bytes) : 0;
 }
 
 const int32_t *cd_group_world_ranks(const cd_group *g)

@@ -49,6 +49,9 @@ cd_status cd_group_create(cd_world *world, const int *ranks, int count, uint64_t
                           cd_group **out);
 /* Local and bounded: later calls fail, running ones end with CD_ABORTED. Any thread. */
 void cd_group_close(cd_group *group);
+/* Before close: lets queued operations end and what was sent go out, until patience ends or the group fails; returns at once
+ * when nothing is under way. Receives are not waited for. Any thread but the group's worker. */
+void cd_group_drain(cd_group *group, const cd_patience *patience);
 cd_group *cd_group_retain(cd_group *group);
 void cd_group_release(cd_group *group);
 
@@ -56,6 +59,9 @@ int cd_group_rank(const cd_group *group);
 int cd_group_size(const cd_group *group);
 /* Queued collectives that are not complete; of the default group also messages of all groups. Any thread. */
 uint32_t cd_group_pending(const cd_group *group);
+/* Sends of this world that failed and whose failure nobody has been told: how many, and about the first of them in out ("" if
+ * none). */
+size_t cd_group_untold(const cd_group *group, char *out, size_t bytes);
 const int32_t *cd_group_world_ranks(const cd_group *group);
 uint64_t cd_group_timeout_ns(const cd_group *group);
 void cd_group_set_timeout_ns(cd_group *group, uint64_t timeout_ns);

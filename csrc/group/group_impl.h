@@ -51,7 +51,8 @@ size_t cd_group_memory_bytes(int ranks);
 cd_status cd_group_open_default(cd_world *world, cd_group **out);
 /* For every group of the world that contains `rank`: it left, or it is lost (the cause of all). */
 void cd_groups_peer_gone(cd_world *world, int rank, const cd_error *lost_or_null);
-void cd_groups_abort_context(cd_world *world, uint64_t context, const cd_error *error);
+/* False: a group of this context has a cause already. */
+bool cd_groups_abort_context(cd_world *world, uint64_t context, const cd_error *error);
 void cd_groups_close_all(cd_world *world);
 void cd_sets_free(cd_world *world);
 
@@ -68,6 +69,8 @@ void cd_queue_push(cd_group *group, cd_work *work);
 void cd_queue_stop(cd_group *group);
 
 /* p2p.c */
+/* What a failed wait for a message says: the first cause if there is one. `status`: CD_PEER_LOST or CD_ABORTED. */
+cd_status cd_p2p_explain(cd_group *group, const cd_op *op, cd_status status);
 cd_status cd_p2p_run(cd_group *group, cd_op *op, cd_patience *patience);
 cd_status cd_p2p_start(cd_group *group, cd_work *work);
 void cd_p2p_close(cd_group *group);

@@ -30,26 +30,49 @@ static inline bool is_usable(const cd_group *g)
 }
 
 /* Who fails because of another rank's end leaves too, and its closed connection may be seen before the news of the first. */
-#define FIRST_CAUSE_NS (50 * CD_NS_PER_MS)
+#define FIRST_CAUSE_NS (300 * CD_NS_PER_MS)
+/* Who leaves tells why first; another thread may be about to publish it. */
+#define LEFT_CAUSE_NS (20 * CD_NS_PER_MS)
+
+/* Whether the error says so already: by a word in the group's own memory, also of a rank that left this group alone. */
+static bool says_that_it_left(const cd_error *error)
+{
+    char begin[48];
+    snprintf(begin, sizeof begin, "rank %d left the group", error->rank);
+    return strncmp(error->text, begin, strlen(begin)) == 0;
+}
 
 cd_status cd_group_first_cause(cd_group *g, cd_status status)
 {
     cd_error error = *cd_last_error();
     int peer = error.rank;
     bool known = peer >= 0 && peer < g->world->world;
-    cd_deadline grace = cd_deadline_after_ns(FIRST_CAUSE_NS);
-    bool caused = false, gone = false;
+    cd_world *w = g->world;
+    /* Once for each peer, and not when the group is closed: then nobody will be told. */
+    bool waits = !(known && atomic_load_explicit(&w->unexplained[peer], memory_order_relaxed)) &&
+                 !atomic_load_explicit(&g->closed, memory_order_acquire);
+    bool caused = false, gone = says_that_it_left(&error), told = gone;
+    cd_deadline grace = cd_deadline_after_ns(!waits ? 0 : told ? LEFT_CAUSE_NS : FIRST_CAUSE_NS);
     for (;;) {
+        /* Acquire, and before the cause is looked at: a cause that made the rank leave is told before its goodbye. */
+        bool is_gone = told || (known && atomic_load_explicit(&w->gone[peer], memory_order_acquire));
+        if (is_gone && !gone && waits)
+            grace = cd_deadline_after_ns(LEFT_CAUSE_NS);
+        gone = is_gone;
         caused = atomic_load_explicit(&g->cause->state, memory_order_acquire) != CD_CAUSE_NONE;
-        gone = known && atomic_load_explicit(&g->world->gone[peer], memory_order_acquire);
-        if (caused || gone || cd_deadline_passed(grace))
+        if (caused || cd_deadline_passed(grace))
             break;
         cd_sleep_ns(CD_NS_PER_MS / 4);
     }
     if (caused && cd_cause_check(g->cause) != CD_OK)
         return cd_last_error()->code;
-    if (gone && status != CD_PEER_LOST)
+    if (known)
+        atomic_store_explicit(&w->unexplained[peer], 1, memory_order_relaxed);
+    if (gone && !told)
         return cd_fail_rank(CD_PEER_LOST, peer, "rank %d left the group: %s", peer, error.text);
+    if (!gone && known && status == CD_PEER_LOST && peer != w->rank)
+        return cd_fail_rank(CD_PEER_LOST, peer, "%s; no word of the end of rank %d has come: the connection may have been cut",
+                            error.text, peer);
     cd_fail_with(&error);
     return status;
 }

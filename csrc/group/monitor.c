@@ -22,7 +22,8 @@
 /* A frame that is coming in on one control connection. After bootstrap every body is a notice. */
 typedef struct {
     size_t got;
-    int error; /* errno that ended the connection; 0: the other end closed it */
+    int error; /* errno that ended the connection; 0: it was closed */
+    bool shut_here; /* … and by whom: not by the other end */
     cd_control_head head;
     cd_notice notice;
 } reader;
@@ -39,16 +40,18 @@ struct cd_monitor {
     int room;
 };
 
-static bool left_by_word(const cd_world *w, int rank)
+/* CD_LEFT_*; of ranks of this host. */
+static uint32_t last_word(const cd_world *w, int rank)
 {
-    return w->host.rows && w->host_of[rank] == w->host_of[w->rank] &&
-           atomic_load_explicit(&w->host.rows[w->local_of[rank]].left, memory_order_acquire);
+    if (!w->host.rows || w->host_of[rank] != w->host_of[w->rank])
+        return CD_LEFT_NOT;
+    return atomic_load_explicit(&w->host.rows[w->local_of[rank]].left, memory_order_acquire);
 }
 
 /* A process that dies closes its sockets a moment before its end is told. */
 #define DYING_MS 20
 /* How long a rank whose connection to a living rank 0 was cut leaves it to that one to say whose connection it is. */
-#define HUB_SAYS_MS 50
+#define HUB_SAYS_MS 300
 
 /* The process of `rank` lives and our connection to it is cut, as are all our others: it is this rank that is cut off. */
 static bool cut_off(const struct cd_monitor *m, int rank)
@@ -95,19 +98,19 @@ static void explain_loss(const struct cd_monitor *m, int rank, bool ended, cd_er
     char beside[256], how[400];
     if (ended)
         snprintf(how, sizeof how, "ended without leaving the group");
-    else if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH)
+    else if (m->readers[rank].shut_here || (process.fd >= 0 && poll(&process, 1, DYING_MS) == 0 && cut_off(m, rank))) {
+        why->rank = w->rank;
+        snprintf(why->text, sizeof why->text, "rank %d was lost: its process (pid %u on %s) lives, but its connections were cut",
+                 w->rank, w->members[w->rank].process, w->members[w->rank].host_name);
+        return;
+    } else if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH)
         snprintf(how, sizeof how, "does not answer: its host is lost or the network to it is cut, ranks %s run there",
                  ranks_beside(w, rank, beside, sizeof beside));
     else if (process.fd < 0)
         snprintf(how, sizeof how, "died without leaving the group, or the network to it was cut");
-    else if (poll(&process, 1, DYING_MS) != 0)
+    else if (poll(&process, 1, 0) != 0)
         snprintf(how, sizeof how, "ended without leaving the group");
-    else if (cut_off(m, rank)) {
-        why->rank = w->rank;
-        snprintf(why->text, sizeof why->text, "rank %d was lost: its process (pid %u on %s) lives, but all its control "
-                 "connections were cut", w->rank, w->members[w->rank].process, w->members[w->rank].host_name);
-        return;
-    } else
+    else
         snprintf(how, sizeof how, "lives, but the control connection to it was cut");
     snprintf(why->text, sizeof why->text, "rank %d was lost: its process (pid %u on %s) %s", rank, member->process,
              member->host_name, how);
@@ -123,19 +126,24 @@ static void departed(struct cd_monitor *m, int rank, bool ended)
         return;
     m->expected[rank] = true;
     cd_notice notice = {.rank = rank};
-    if (left_by_word(w, rank)) {
+    uint32_t word = last_word(w, rank);
+    if (word == CD_LEFT_IN_ORDER) {
         cd_world_peer_left(w, rank);
         cd_world_tell(w, CD_CONTROL_BYE, &notice, rank);
         return;
     }
     cd_error why = {.code = CD_PEER_LOST, .rank = rank};
-    explain_loss(m, rank, ended, &why);
+    if (word == CD_LEFT_LOST)
+        memcpy(why.text, w->host.rows[w->local_of[rank]].why, sizeof why.text - 1);
+    else
+        explain_loss(m, rank, ended, &why);
     notice.rank = why.rank;
     notice.code = (int32_t)why.code;
     memcpy(notice.text, why.text, sizeof notice.text);
     if (why.rank == w->rank) {
         cd_log(CD_LOG_INFO, "%s", why.text);
-        cd_groups_peer_gone(w, w->rank, &why);
+        atomic_store_explicit(&w->cut_ns, cd_now_ns(), memory_order_relaxed); /* see say_goodbye */
+        cd_world_confess(w, &why);
     } else {
         cd_world_peer_lost(w, rank, &why);
     }
@@ -179,7 +187,11 @@ static void hear_notice(struct cd_monitor *m, int from, cd_control_kind kind, cd
         cd_world_peer_lost(w, notice->rank, &why);
         break;
     case CD_CONTROL_WAITING: note_progress(w, notice); break;
-    case CD_CONTROL_ABORT: cd_groups_abort_context(w, notice->context, &why); break;
+    case CD_CONTROL_ABORT:
+        /* What is known here was told to all then. */
+        if (!cd_groups_abort_context(w, notice->context, &why))
+            return;
+        break;
     default: cd_log(CD_LOG_WARN, "rank %d: control frame %d from rank %d is not known", w->rank, (int)kind, from); return;
     }
     /* What comes from the other of the two that pass on has been told to all by it. */
@@ -198,6 +210,9 @@ static bool read_control(struct cd_monitor *m, int from)
         ssize_t got = recv(m->world->controls[from], to, room, MSG_DONTWAIT);
         if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) {
             r->error = got ? errno : 0;
+            /* A reset that a failed notice has found first reads as a plain end. */
+            r->shut_here = !atomic_load_explicit(&m->world->untold[from], memory_order_relaxed) &&
+                           cd_sock_was_shut_here(m->world->controls[from], r->error);
             return true;
         }
         if (got < 0)

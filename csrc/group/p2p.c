@@ -72,6 +72,23 @@ static cd_status describe_mismatch(const cd_group *g, const cd_op *op, const cd_
                         sends ? theirs : mine);
 }
 
+static cd_status name_message(const cd_group *g, const cd_op *op)
+{
+    return cd_fail_prefix("rank %d in %s(%s %d, tag %lld): ", g->world->rank, cd_kind_name(op->kind),
+                          op->kind == CD_SEND ? "to" : "from", op->peer < 0 ? -1 : (int)g->world_ranks[op->peer],
+                          (long long)op->tag);
+}
+
+cd_status cd_p2p_explain(cd_group *g, const cd_op *op, cd_status status)
+{
+    if (cd_last_error()->rank < 0 && op->peer >= 0)
+        cd_fail_rank(status, g->world_ranks[op->peer], "%s", cd_last_error()->text);
+    status = cd_group_first_cause(g, status);
+    if (atomic_load_explicit(&g->cause->state, memory_order_acquire) != CD_CAUSE_NONE)
+        return status;
+    return name_message(g, op);
+}
+
 /* A transfer that failed or timed out does not end the group: the order of collectives is untouched. */
 static cd_status soften(cd_group *g, const cd_op *op, cd_status status, const cd_xfer *xfer, const cd_watch *watch)
 {
@@ -80,15 +97,9 @@ static cd_status soften(cd_group *g, const cd_op *op, cd_status status, const cd
     int peer = cd_last_error()->rank;
     if (status == CD_MISMATCH)
         status = describe_mismatch(g, op, xfer);
-    if (status == CD_PEER_LOST || status == CD_ABORTED) {
-        if (peer < 0 && op->peer >= 0)
-            cd_fail_rank(status, g->world_ranks[op->peer], "%s", cd_last_error()->text);
-        status = cd_group_first_cause(g, status);
-        if (atomic_load_explicit(&g->cause->state, memory_order_acquire) != CD_CAUSE_NONE)
-            return status;
-    }
-    cd_fail_prefix("rank %d in %s(%s %d, tag %lld): ", g->world->rank, cd_kind_name(op->kind),
-                   op->kind == CD_SEND ? "to" : "from", op->peer < 0 ? -1 : (int)g->world_ranks[op->peer], (long long)op->tag);
+    if (status == CD_PEER_LOST || status == CD_ABORTED)
+        return cd_p2p_explain(g, op, status);
+    name_message(g, op);
     if (status != CD_TIMED_OUT)
         return status;
     char text[CD_ERROR_TEXT_BYTES], late[640] = "";

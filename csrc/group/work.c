@@ -148,11 +148,17 @@ bool cd_work_is_done(cd_work *work)
     return work->is_p2p && cd_mesh_test(work->group->world->mesh, &work->xfer) && cd_p2p_finish(work);
 }
 
+/* The failure of a complete work, which its owner knows from here on. */
+static cd_status fail_done(const cd_work *work)
+{
+    if (work->is_p2p)
+        cd_mesh_tell(work->group->world->mesh, &work->xfer);
+    return cd_fail_with(&work->error);
+}
+
 cd_status cd_work_status(cd_work *work)
 {
-    if (!cd_work_is_done(work) || work->status == CD_OK)
-        return CD_OK;
-    return cd_fail_with(&work->error);
+    return !cd_work_is_done(work) || work->status == CD_OK ? CD_OK : fail_done(work);
 }
 
 static cd_status wait_message(cd_work *work, cd_patience *patience)
@@ -170,11 +176,14 @@ static cd_status wait_message(cd_work *work, cd_patience *patience)
     cd_watch_end(&watch, patience);
     if (atomic_load_explicit(&xfer->done, memory_order_acquire) && cd_p2p_finish(work))
         return CD_OK;
+    if (status == CD_PEER_LOST || status == CD_ABORTED)
+        return cd_p2p_explain(g, &work->op, status);
     if (status != CD_TIMED_OUT)
         return status;
+    cd_error missing = *cd_last_error();
     char late[640];
-    int rank = cd_watch_blame(&watch, cd_last_error()->rank, late, sizeof late);
-    return cd_fail_rank(CD_TIMED_OUT, rank, "%s", late);
+    int rank = cd_watch_blame(&watch, missing.rank, late, sizeof late);
+    return cd_fail_rank(CD_TIMED_OUT, rank, "%s; %s", missing.text, late);
 }
 
 static cd_status wait_done(cd_work *work, cd_patience *patience)
@@ -197,9 +206,9 @@ static cd_status wait_done(cd_work *work, cd_patience *patience)
 
 static cd_status explain_expired(const cd_work *work)
 {
-    char late[640] = "";
+    char late[900] = "";
     if (work->is_p2p)
-        snprintf(late, sizeof late, "; %.600s", cd_last_error()->text);
+        snprintf(late, sizeof late, "; %.890s", cd_last_error()->text);
     return cd_fail_rank(CD_WAIT_EXPIRED, cd_last_error()->rank, "%s: not complete yet, the operation goes on%s",
                         cd_kind_name(work->op.kind), late);
 }
@@ -217,7 +226,7 @@ cd_status cd_work_wait(cd_work *work, const cd_patience *patience)
         if (status != CD_OK && !cd_work_is_done(work))
             return status;
     }
-    return work->status == CD_OK ? CD_OK : cd_fail_with(&work->error);
+    return work->status == CD_OK ? CD_OK : fail_done(work);
 }
 
 cd_status cd_work_join_stream(cd_work *work, void *stream, const cd_patience *patience)

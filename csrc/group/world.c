@@ -121,7 +121,9 @@ static cd_status prepare(cd_world *w, const cd_world_config *c, cd_store *store)
     w->gone = calloc(ranks, sizeof *w->gone);
     w->controls = malloc(ranks * sizeof *w->controls);
     w->waiting = calloc(ranks, sizeof *w->waiting);
-    if (!w->members || !w->host_of || !w->local_of || !w->gone || !w->controls || !w->waiting)
+    w->unexplained = calloc(ranks, sizeof *w->unexplained);
+    w->untold = calloc(ranks, sizeof *w->untold);
+    if (!w->members || !w->host_of || !w->local_of || !w->gone || !w->controls || !w->waiting || !w->unexplained || !w->untold)
         return cd_fail(CD_NO_MEMORY, "no memory for a world of %d ranks", c->world);
     for (size_t r = 0; r < ranks; r++)
         w->controls[r] = -1;
@@ -197,7 +199,8 @@ void cd_world_tell(cd_world *w, cd_control_kind kind, const cd_notice *notice, i
     pthread_mutex_lock(&w->control_lock);
     for (int r = 0; r < w->world; r++)
         if (r != skip && w->controls[r] >= 0)
-            (void)cd_control_send(w->controls[r], kind, notice, sizeof *notice, &brief);
+            if (cd_control_send(w->controls[r], kind, notice, sizeof *notice, &brief) != CD_OK)
+                atomic_store_explicit(&w->untold[r], 1, memory_order_relaxed); /* for the monitor, which reads it after the end */
     pthread_mutex_unlock(&w->control_lock);
 }
 
@@ -236,16 +239,56 @@ void cd_world_announce_death(cd_world *w, const char *why)
     cd_notice notice = {.rank = w->rank, .code = (int32_t)error.code};
     memcpy(notice.text, error.text, sizeof notice.text);
     /* Ranks of this host see it in shared memory at once, the others by the notice. */
-    cd_groups_peer_gone(w, w->rank, &error);
+    cd_world_confess(w, &error);
     cd_world_tell(w, CD_CONTROL_LOST, &notice, -1);
 }
 
+void cd_world_confess(cd_world *w, const cd_error *why)
+{
+    if (atomic_exchange_explicit(&w->lost, true, memory_order_relaxed))
+        return;
+    cd_groups_peer_gone(w, w->rank, why);
+    if (!w->host.rows)
+        return;
+    cd_host_row *row = &w->host.rows[w->local];
+    uint32_t before = CD_LEFT_NOT;
+    memcpy(row->why, why->text, sizeof row->why);
+    /* Release: who sees the word sees why. Who has said goodbye keeps to it. */
+    atomic_compare_exchange_strong_explicit(&row->left, &before, CD_LEFT_LOST, memory_order_release, memory_order_relaxed);
+}
+
+/* Ranks of other hosts may still wait in a group that has failed here. Why goes before the goodbye, on the same connections,
+ * so that nobody takes this rank's leaving for the cause. */
+static void pass_on_causes(cd_world *w)
+{
+    pthread_mutex_lock(&w->groups_lock);
+    for (cd_group *g = w->groups; g; g = g->next) {
+        if (!g->spans_hosts || cd_cause_check(g->cause) == CD_OK)
+            continue;
+        const cd_error *why = cd_last_error();
+        cd_notice notice = {.context = g->context, .rank = why->rank < 0 ? w->rank : why->rank, .code = (int32_t)why->code};
+        memcpy(notice.text, why->text, sizeof notice.text);
+        cd_world_tell(w, CD_CONTROL_ABORT, &notice, -1);
+    }
+    pthread_mutex_unlock(&w->groups_lock);
+}
+
+/* A rank whose connections were cut cannot tell anybody: the others find its process alive, if it lives on for this long. */
+#define SEEN_ALIVE_NS (300 * CD_NS_PER_MS)
+
 static void say_goodbye(cd_world *w)
 {
-    if (w->host.rows)
+    uint64_t cut_ns = atomic_load_explicit(&w->cut_ns, memory_order_relaxed), now = cd_now_ns();
+    if (cut_ns && now - cut_ns < SEEN_ALIVE_NS)
+        cd_sleep_ns(SEEN_ALIVE_NS - (now - cut_ns));
+    bool lost = atomic_load_explicit(&w->lost, memory_order_relaxed);
+    uint32_t before = CD_LEFT_NOT;
+    if (w->host.rows && !lost)
         /* Release: what this rank posted before is visible to who sees that it left. */
-        atomic_store_explicit(&w->host.rows[w->local].left, 1, memory_order_release);
-    if (atomic_load_explicit(&w->controls_live, memory_order_relaxed)) {
+        atomic_compare_exchange_strong_explicit(&w->host.rows[w->local].left, &before, CD_LEFT_IN_ORDER, memory_order_release,
+                                                memory_order_relaxed);
+    if (atomic_load_explicit(&w->controls_live, memory_order_relaxed) && !lost) {
+        pass_on_causes(w);
         cd_notice notice = {.rank = w->rank};
         if (w->group) {
             notice.context = w->group->context;
@@ -318,6 +361,8 @@ void cd_world_release(cd_world *w)
     free(w->gone);
     free(w->controls);
     free(w->waiting);
+    free(w->unexplained);
+    free(w->untold);
     free(w->own_page);
     if (w->alive)
         munmap((void *)(uintptr_t)w->alive, 4096);

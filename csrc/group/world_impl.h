@@ -18,9 +18,12 @@
 
 /* Head of the host's shared memory: what a rank says about itself to the others of its host. */
 typedef struct {
-    CD_ALIGNED(CD_LINE) _Atomic uint32_t left; /* 1: this rank said goodbye; its death is no news any more */
+    CD_ALIGNED(CD_LINE) _Atomic uint32_t left; /* CD_LEFT_*: its last word, after which its end is no news any more */
+    char why[CD_ERROR_TEXT_BYTES];             /* of CD_LEFT_LOST */
     char wanting[CD_WANTING_BYTES];            /* "new_group([0, 1])" while it waits there; for texts only */
 } cd_host_row;
+
+enum { CD_LEFT_NOT = 0, CD_LEFT_IN_ORDER = 1, CD_LEFT_LOST = 2 };
 
 typedef struct {
     cd_host_row *rows;  /* by local index */
@@ -67,6 +70,10 @@ struct cd_world {
     cd_mesh *mesh;
     _Atomic uint32_t *gone; /* [world]; by world rank: left or lost */
     _Atomic int first_gone; /* the first of them; −1: none; for texts only */
+    _Atomic uint32_t *unexplained; /* [world]; something failed because of it, and no cause was told in time */
+    _Atomic uint32_t *untold;      /* [world]; a notice to it failed: the error of its control connection is used up */
+    _Atomic bool lost;             /* this rank itself is, and has said so: it does not leave in good order */
+    _Atomic uint64_t cut_ns;       /* when it found its connections cut; 0: never */
 
     bool published;         /* rank 0: its address stands in the store */
     int data_listener;      /* TCP; on rank 0 also for control; −1: not open */
@@ -98,6 +105,9 @@ bool cd_world_forked(const cd_world *world);
 cd_status cd_world_refuse_fork(const cd_world *world);
 void cd_world_peer_lost(cd_world *world, int rank, const cd_error *why);
 void cd_world_peer_left(cd_world *world, int rank);
+/* This rank is the one that is lost (it dies, or its connections were cut): the cause of its groups, and its last word to the
+ * others of its host, by shared memory, which no cut reaches. The first call counts. */
+void cd_world_confess(cd_world *world, const cd_error *why);
 /* Whether process ids and open sockets of that rank's process mean the same here: same kernel, same namespaces. */
 bool cd_world_sees_process(const cd_world *world, int rank);
 /* Whether this rank passes notices on. */

@@ -1,9 +1,11 @@
 #include "net/mesh_core.h"
 
 #include <errno.h>
+#include <linux/sockios.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 /* A sender that never waits looks at what the peer says (SLOW) after this many bytes. */
@@ -336,6 +338,26 @@ void cd_mesh_forget(cd_mesh *mesh, uint64_t context)
     }
     leave_rest_to_helper(mesh);
     cd_mesh_unlock(mesh);
+}
+
+/* Bytes that the kernel has not put on the way; closing might lose them. */
+static bool kernel_holds(const cd_pipe *pipe)
+{
+    int unsent = 0;
+    return pipe->fd >= 0 && ioctl(pipe->fd, SIOCOUTQNSD, &unsent) == 0 && unsent > 0;
+}
+
+bool cd_mesh_owes(cd_mesh *mesh)
+{
+    pthread_mutex_lock(&mesh->lock);
+    cd_mesh_progress(mesh);
+    bool owes = false;
+    for (int i = 0; i < mesh->attached_count && !owes; i++) {
+        const cd_mesh_peer *p = &mesh->peers[mesh->attached[i]];
+        owes = !p->lost && (p->asked.first || (!p->deaf && (cd_mesh_has_output(p) || kernel_holds(p->pipe))));
+    }
+    cd_mesh_unlock(mesh);
+    return owes;
 }
 
 size_t cd_mesh_outstanding(cd_mesh *mesh)

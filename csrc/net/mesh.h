@@ -49,6 +49,7 @@ typedef struct cd_xfer {
     size_t their_bytes;
     int source;            /* receive: the world rank that sent */
     cd_error *error;       /* NULL = fine; owned by the transfer: free with cd_xfer_clear */
+    uint64_t failure;      /* number of an asynchronous send's failure, for cd_mesh_tell */
 } cd_xfer;
 
 cd_status cd_mesh_create(int rank, int world, cd_mesh **out);
@@ -88,6 +89,12 @@ void cd_mesh_fail_peer(cd_mesh *mesh, int peer, const cd_error *why);
 void cd_mesh_forget(cd_mesh *mesh, uint64_t context);
 /* Asynchronous transfers under way. Any thread. */
 size_t cd_mesh_outstanding(cd_mesh *mesh);
+/* Makes progress; whether anything that was sent has not left this process yet, or waits for its receive. Any thread. */
+bool cd_mesh_owes(cd_mesh *mesh);
+/* Asynchronous sends that failed, other than by cancelling or closing, and whose owner did not say that it knows (tell). How
+ * many; out: "to rank 1 (tag 3, 800 bytes): why" of the oldest that is remembered, "" if none. Any thread. */
+size_t cd_mesh_untold(cd_mesh *mesh, char *out, size_t bytes);
+void cd_mesh_tell(cd_mesh *mesh, const cd_xfer *xfer);
 /* Payload bytes sent so far, for tests of step and byte tables. */
 uint64_t cd_mesh_bytes_sent(const cd_mesh *mesh);
 

@@ -13,6 +13,7 @@
 
 #define CD_MESH_KEPT_SOFT (UINT64_C(8) << 20)
 #define CD_MESH_KEPT_HARD (UINT64_C(64) << 20)
+#define CD_MESH_UNTOLD 8
 
 typedef enum {
     CD_XFER_DONE = 0,
@@ -102,6 +103,13 @@ struct cd_mesh {
     size_t async_count;            /* asynchronous transfers under way */
     bool has_rest;                 /* frames of cancelled transfers may be waiting to go out */
     _Atomic int waiters;           /* threads in the slow part of a wait: they drive everything */
+    /* Failed sends that nobody has asked about; of more than there is room for only the number is known. */
+    struct {
+        uint64_t failure;
+        char text[256];
+    } untold[CD_MESH_UNTOLD];
+    uint64_t failures;
+    size_t untold_count;
     uint64_t visits;               /* transfers posted and turns made by threads other than the helper */
     char scratch[65536];
 };

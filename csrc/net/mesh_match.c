@@ -1,5 +1,6 @@
 #include "net/mesh_core.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -58,8 +59,44 @@ static void finish(cd_mesh *mesh, cd_xfer *x, cd_error *error)
     atomic_store_explicit(&x->done, 1, memory_order_release);
 }
 
+static void note_untold(cd_mesh *mesh, cd_xfer *x, const cd_error *error)
+{
+    x->failure = ++mesh->failures;
+    size_t at = mesh->untold_count++;
+    if (at >= CD_MESH_UNTOLD)
+        return;
+    mesh->untold[at].failure = x->failure;
+    snprintf(mesh->untold[at].text, sizeof mesh->untold[at].text, "to rank %d (tag %lld, %zu bytes): %.170s", x->peer,
+             (long long)x->match.tag, x->bytes, error->text);
+}
+
+void cd_mesh_tell(cd_mesh *mesh, const cd_xfer *x)
+{
+    pthread_mutex_lock(&mesh->lock);
+    size_t known = mesh->untold_count < CD_MESH_UNTOLD ? mesh->untold_count : CD_MESH_UNTOLD;
+    for (size_t i = 0; x->failure && i < known; i++)
+        if (mesh->untold[i].failure == x->failure) {
+            memmove(&mesh->untold[i], &mesh->untold[i + 1], (known - i - 1) * sizeof mesh->untold[0]);
+            memset(&mesh->untold[known - 1], 0, sizeof mesh->untold[0]);
+            mesh->untold_count--;
+            break;
+        }
+    cd_mesh_unlock(mesh);
+}
+
+size_t cd_mesh_untold(cd_mesh *mesh, char *out, size_t bytes)
+{
+    pthread_mutex_lock(&mesh->lock);
+    size_t count = mesh->untold_count;
+    snprintf(out, bytes, "%s", count ? mesh->untold[0].text : "");
+    cd_mesh_unlock(mesh);
+    return count;
+}
+
 void cd_mesh_complete(cd_mesh *mesh, cd_xfer *xfer, const cd_error *error)
 {
+    if (error && xfer->is_send && xfer->is_async && !mesh->closed)
+        note_untold(mesh, xfer, error);
     finish(mesh, xfer, error ? cd_mesh_copy_error(error) : NULL);
 }
 

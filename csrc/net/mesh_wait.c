@@ -133,9 +133,23 @@ static cd_xfer *find_open(cd_xfer *const *xfers, int count, int *at)
     return *at < count ? xfers[*at] : NULL;
 }
 
-static bool has_left(const cd_xfer *x, const cd_patience *patience)
+/* The word of a rank's leaving takes another way than what it sent before: a socket is over when its stream ends, or when
+ * nothing has come for this long. */
+#define STREAM_ENDS_NS CD_NS_PER_S
+
+/* `since_ns`: when it was first found gone. Through memory all is here before the word is. */
+static bool has_left(cd_mesh *mesh, const cd_xfer *x, const cd_patience *patience, uint64_t *since_ns)
 {
-    return patience->gone && x->peer >= 0 && atomic_load_explicit(&patience->gone[x->peer], memory_order_acquire) != 0;
+    if (!patience->gone || x->peer < 0 || !atomic_load_explicit(&patience->gone[x->peer], memory_order_acquire))
+        return false;
+    pthread_mutex_lock(&mesh->lock);
+    const cd_mesh_peer *p = &mesh->peers[x->peer];
+    bool flows = p->pipe && p->pipe->fd >= 0 && !p->lost;
+    cd_mesh_unlock(mesh);
+    uint64_t now = cd_now_ns();
+    if (!*since_ns)
+        *since_ns = now;
+    return !flows || now - *since_ns > STREAM_ENDS_NS;
 }
 
 static bool is_aborted(const cd_patience *patience)
@@ -169,6 +183,7 @@ static cd_status pause_turn(cd_mesh *mesh, cd_waiter *waiter, cd_xfer *const *xf
 static cd_status wait_slowly(cd_mesh *mesh, cd_xfer *const *xfers, int count, int at, const cd_patience *patience)
 {
     cd_waiter waiter = cd_waiter_start(patience);
+    uint64_t gone_ns = 0;
     for (;;) {
         bool moved = turn(mesh);
         cd_xfer *open = find_open(xfers, count, &at);
@@ -178,10 +193,11 @@ static cd_status wait_slowly(cd_mesh *mesh, cd_xfer *const *xfers, int count, in
             return cd_fail_with(open->error);
         if (moved) {
             cd_waiter_reset(&waiter);
+            gone_ns = 0;
             continue;
         }
         cd_status status = pause_turn(mesh, &waiter, &xfers[at], count - at);
-        bool left = status == CD_OK && waiter.turns >= patience->spin && has_left(open, patience);
+        bool left = status == CD_OK && waiter.turns >= patience->spin && has_left(mesh, open, patience, &gone_ns);
         if (cd_likely(status == CD_OK && !left))
             continue;
         if (status == CD_INTERRUPTED)
@@ -250,12 +266,13 @@ cd_status cd_mesh_probe(cd_mesh *mesh, int peer, cd_match match, size_t *bytes_p
         return cd_fail(CD_BAD_ARGUMENT, "rank %d is not in a world of %d", peer, mesh->world);
     cd_waiter waiter = cd_waiter_start(patience);
     const cd_xfer asked = {.peer = peer, .match = match};
+    uint64_t gone_ns = 0;
     for (;;) {
         cd_status found = CD_OK;
         if (look_at_kept(mesh, peer, match, bytes_p, source_p, &found))
             return found;
         cd_status status = pause_turn(mesh, &waiter, NULL, 0);
-        bool left = status == CD_OK && waiter.turns >= patience->spin && has_left(&asked, patience);
+        bool left = status == CD_OK && waiter.turns >= patience->spin && has_left(mesh, &asked, patience, &gone_ns);
         if (cd_likely(status == CD_OK && !left))
             continue;
         if (status != CD_INTERRUPTED && look_at_kept(mesh, peer, match, bytes_p, source_p, &found))

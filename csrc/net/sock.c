@@ -29,6 +29,19 @@ void cd_sock_set_patience(int fd, unsigned patience_ms)
     setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &patience_ms, sizeof patience_ms);
 }
 
+bool cd_sock_was_shut_here(int fd, int error)
+{
+    struct tcp_info info;
+    socklen_t bytes = sizeof info;
+    if (error == ECONNABORTED)
+        return true;
+    if (error || getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0)
+        return false;
+    /* After the other end's FIN alone the state is CLOSE_WAIT; a reset would have been an error. */
+    return info.tcpi_state == TCP_FIN_WAIT1 || info.tcpi_state == TCP_FIN_WAIT2 || info.tcpi_state == TCP_CLOSING ||
+           info.tcpi_state == TCP_TIME_WAIT || info.tcpi_state == TCP_LAST_ACK || info.tcpi_state == TCP_CLOSE;
+}
+
 void cd_sock_tune(int fd)
 {
     int on = 1;

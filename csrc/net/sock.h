@@ -36,6 +36,9 @@ cd_status cd_sock_back_off(int attempt, cd_waiter *waiter);
 void cd_sock_tune(int fd);
 /* After how long without an answer the kernel gives the connection up, whether bytes are under way (TCP_USER_TIMEOUT) or not
  * (keepalive). */
+/* Whether this end of a connection that is over was shut down here (by this process, or by the kernel at an administrator's
+ * word) and not by the other end. `error`: errno that ended it, 0: end of stream. */
+bool cd_sock_was_shut_here(int fd, int error);
 void cd_sock_set_patience(int fd, unsigned patience_ms);
 
 /* As much as goes without blocking; *moved_p = 0 when nothing does. Errors: CD_PEER_LOST (closed or reset by the peer),

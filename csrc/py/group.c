@@ -262,6 +262,31 @@ static PyObject *count_pending(PyObject *object, PyObject *unused)
     return PyLong_FromUnsignedLong(self->group ? cd_group_pending(self->group) : 0);
 }
 
+/* The deadline is short and the interpreter may be ending: no look at signals. */
+static PyObject *drain_group(PyObject *object, PyObject *arg)
+{
+    cd_py_group *self = (cd_py_group *)object;
+    double seconds = PyFloat_AsDouble(arg);
+    if (PyErr_Occurred())
+        return NULL;
+    if (self->group && seconds > 0) {
+        Py_BEGIN_ALLOW_THREADS
+        cd_patience patience = cd_patience_until(cd_deadline_after_ns((uint64_t)(seconds * 1e9)), 1);
+        cd_group_drain(self->group, &patience);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *count_untold(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    cd_py_group *self = (cd_py_group *)object;
+    char text[256] = "";
+    size_t count = self->group ? cd_group_untold(self->group, text, sizeof text) : 0;
+    return Py_BuildValue("(nN)", (Py_ssize_t)count, PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace"));
+}
+
 static int traverse_group(PyObject *object, visitproc visit, void *arg)
 {
     cd_py_group *self = (cd_py_group *)object;
@@ -420,6 +445,8 @@ static PyMethodDef methods[] = {
      "set_timeout($self, timeout, /)\n--\n\nDefault timeout of later operations: a timedelta or seconds."},
     {"_announce_death", announce_death, METH_O, "Tells all peers why this rank goes."},
     {"_pending", count_pending, METH_NOARGS, "Asynchronous operations under way (messages: of all groups, by the default one)."},
+    {"_drain", drain_group, METH_O, "_drain(seconds): lets queued operations and sends end."},
+    {"_untold", count_untold, METH_NOARGS, "(number, first as text) of failed sends that nobody waited for."},
     {"_local", get_local, METH_NOARGS, "(rank, size) among the ranks of this host."},
     {"_check", check_group, METH_NOARGS, "Raises what broke the group, if anything did."},
     {"_monitored_barrier", monitored_barrier, METH_VARARGS, "_monitored_barrier(timeout, wait_all_ranks)"},

@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+# How long a rank that leaves lets its queued operations and messages go out.
+DRAIN_SECONDS = 2.0
+
+
 class _Registry:
     """The groups of this process."""
 
@@ -282,8 +286,9 @@ def _teardown():
     with contextlib.suppress(Exception):
         if not is_initialized():
             return
-        pending = sum(group._pending() for group in _registry.groups)
         rank = get_rank()
+        _drain(_registry.groups)
+        pending = sum(group._pending() for group in _registry.groups)
         destroy_process_group()
         if pending:
             sys.stderr.write(
@@ -292,8 +297,33 @@ def _teardown():
             )
 
 
+def _drain(groups):
+    """Let what these groups owe the others end: operations that are queued, messages that were sent.
+
+    Not while an exception is on its way (``finally: destroy_process_group()``): the others should know soon.
+    """
+    if sys.exc_info()[0] is not None:
+        return
+    end = time.monotonic() + DRAIN_SECONDS
+    for group in reversed(groups):
+        group._drain(end - time.monotonic())
+
+
+def _tell_failed_sends(world):
+    count, first = world._untold()
+    if count:
+        sys.stderr.write(
+            f"[rank{get_rank()}]: cdist: {count} isend(s) failed and nobody waited for them, the "
+            f"first {first}: call wait() on each Work\n"
+        )
+
+
 def destroy_process_group(group=None) -> None:
     """Close a group, or with None (or WORLD) all of them. Local and quick; also after errors.
+
+    In a group without an error, operations that are queued and messages that were sent get up to 2 s to end,
+    so that the other ranks are not left waiting. An ``isend`` that failed and that nobody waited for is told
+    on stderr.
 
     Raises:
         AssertionError: there is no default group.
@@ -313,8 +343,11 @@ def destroy_process_group(group=None) -> None:
         raise ValueError("Invalid process group specified")
     if group is not world:
         _registry.groups.remove(group)
+        _drain([group])
         group.shutdown()
         return
+    _drain(_registry.groups)
+    _tell_failed_sends(world)
     for member in reversed(_registry.groups):
         member.shutdown()
     dump_signal.remove()

@@ -7,6 +7,7 @@
 #include "net/auth.h"
 #include "net/sock.h"
 
+#include <errno.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -184,8 +185,32 @@ static void test_replayed_proof_is_refused(void)
     CHECK_FAILS(cd_auth_verify(&other, &secret, reply + CD_NONCE_BYTES), CD_REFUSED);
 }
 
+/* Who ended a connection: before and after the other side has closed too. */
+static void test_whose_end_was_shut(void)
+{
+    for (int i = 0; i < 4; i++) {
+        int client, server, *here = i % 2 ? &client : &server, *there = i % 2 ? &server : &client;
+        cd_patience patience = within_ms(5000);
+        char byte;
+        connect_pair("127.0.0.1", &client, &server);
+        CHECK(!cd_sock_was_shut_here(client, 0) && !cd_sock_was_shut_here(server, 0));
+        shutdown(*here, SHUT_RDWR);
+        CHECK(cd_sock_recv_all(*there, &byte, 1, &patience) == CD_PEER_LOST);
+        CHECK(!cd_sock_was_shut_here(*there, 0));
+        if (i > 1) {
+            close(*there);
+            *there = -1;
+        }
+        CHECK(cd_sock_was_shut_here(*here, 0) && !cd_sock_was_shut_here(*here, ECONNRESET));
+        close(*here);
+        if (*there >= 0)
+            close(*there);
+    }
+}
+
 int main(void)
 {
+    test_whose_end_was_shut();
     test_hashes_match_published_vectors();
     test_cursors_cannot_overrun();
     test_loopback_of_both_families();

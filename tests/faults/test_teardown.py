@@ -171,6 +171,52 @@ def test_exit_without_destroy_is_quiet(tmp_path, ending, pending):
     assert seconds < 10
 
 
+def _leave_early(rank, world):
+    x, message = np.full(70_000, rank + 1.0), np.zeros(50_000)
+    cdist.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+    work = cdist.all_reduce(x, async_op=True)
+    if rank == 0:
+        cdist.isend(np.ones(50_000), 1)
+        cdist.destroy_process_group()  # nobody has waited for anything
+        return None
+    work.wait()
+    if rank == 1:
+        cdist.recv(message, 0)
+    return float(x[-1]), float(message[-1])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_leaves_first_lets_go_out_what_it_owes(transport):
+    """A late rank gets what an early one has promised, although that one leaves at once."""
+    assert run(_leave_early, 3, transport=transport) == [None, (6.0, 1.0), (6.0, 0.0)]
+
+
+def test_a_failed_isend_that_nobody_waited_for_is_told(tmp_path):
+    outcomes, _ = _script(
+        tmp_path,
+        """
+        import cdist, numpy
+        cdist.init_process_group()
+        cdist.barrier()
+        if cdist.get_rank() == 0:
+            failed = cdist.isend(numpy.ones(1_000_000), 1, tag=3)
+            known = cdist.isend(numpy.ones(1_000_000), 1, tag=4)
+            for work in (cdist.irecv(numpy.ones(1), 1), known):
+                try:
+                    work.wait()
+                except cdist.PeerLostError:
+                    pass
+        """,
+    )
+    assert [code for code, _, _ in outcomes] == [0, 0]
+    (line,) = outcomes[0][2].splitlines()
+    assert line.startswith("[rank0]: cdist: 1 isend(s) failed and nobody waited")
+    assert "to rank 1 (tag 3, 8000000 bytes)" in line
+    assert outcomes[1][2] == ""
+
+
 def _drop_a_group(rank, world):
     made = cdist._core.ProcessGroup._create(cdist.group.WORLD, tuple(range(world)), 10.0, 10.0)
     x = np.ones(3)
