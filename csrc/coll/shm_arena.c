@@ -62,6 +62,10 @@ cd_status cd_shm_arena_run(cd_team *team, const cd_op *op, const cd_patience *pa
     size_t slice = cd_round_up((bytes + ranks - 1) / ranks, CD_SHM_GRAIN);
     size_t from = cd_least((size_t)shm->rank * slice, bytes);
     reduce_slice(shm, op, from, cd_least(from + slice, bytes));
+    /* A rank that gives up says so before it touches its array again: what was read there since may not be its input. Acquire in
+     * the check orders the reads above before it. */
+    if (patience->cause)
+        CD_TRY(cd_cause_check(patience->cause));
     /* The round is only a ticket here; it keeps the counters of the ring in step. */
     uint64_t round = shm->rounds++;
     cd_shm_raise(&shm->rows[shm->rank].left.round, round + 1);

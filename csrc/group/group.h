@@ -75,7 +75,9 @@ cd_backend *cd_group_backend(cd_group *group, cd_device device); /* NULL if not 
 
 /* Runs op to its end in the calling thread if nothing is queued before it, behind the queue otherwise. Fails at once with
  * the group's cause if it has one. patience->cause/gone/world_ranks are filled in here. A failure in the group range becomes the
- * group's cause, so that every rank raises. */
+ * group's cause, so that every rank raises. However it ends: on return no thread of this process touches the arrays any more. A
+ * caller that is interrupted while the worker has them waits until it has let go, and patience->idle is called once more before
+ * (Python gives the GIL back in it). */
 cd_status cd_group_run(cd_group *group, cd_op *op, cd_patience *patience);
 /* Queues op and returns; op is copied, with the lists of its blocks. `timeout_ns` counts from the start of the operation. */
 cd_status cd_group_issue(cd_group *group, const cd_op *op, uint64_t timeout_ns, cd_work **out);

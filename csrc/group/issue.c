@@ -77,15 +77,26 @@ cd_status cd_group_first_cause(cd_group *g, cd_status status)
     return status;
 }
 
+/* "all_reduce (sequence 7)"; an operation that was cut off in the queue has no number yet. */
+static const char *place_of(const cd_op *op, char *out, size_t bytes)
+{
+    if (op->sequence)
+        snprintf(out, bytes, "%s (sequence %llu)", cd_kind_name(op->kind), (unsigned long long)op->sequence);
+    else
+        snprintf(out, bytes, "%s (queued)", cd_kind_name(op->kind));
+    return out;
+}
+
 cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
 {
+    char place[64];
     if (status == CD_OK)
         return CD_OK;
     cd_error error = *cd_last_error();
     if (status == CD_INTERRUPTED) {
         cd_error why = {.code = CD_ABORTED, .rank = g->world->rank};
-        snprintf(why.text, sizeof why.text, "rank %d was interrupted in %s (sequence %llu)", g->world->rank,
-                 cd_kind_name(op->kind), (unsigned long long)op->sequence);
+        snprintf(why.text, sizeof why.text, "rank %d was interrupted in %s", g->world->rank,
+                 place_of(op, place, sizeof place));
         cd_group_abort(g, &why);
         return cd_fail_with(&error);
     }
@@ -98,8 +109,7 @@ cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
     }
     if (atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE &&
         !atomic_load_explicit(&g->closed, memory_order_acquire)) {
-        cd_fail_prefix("rank %d in %s (sequence %llu): ", g->world->rank, cd_kind_name(op->kind),
-                       (unsigned long long)op->sequence);
+        cd_fail_prefix("rank %d in %s: ", g->world->rank, place_of(op, place, sizeof place));
         error = *cd_last_error();
         error.code = status;
         cd_group_abort(g, &error);
@@ -135,6 +145,15 @@ static void add_missing(const cd_watch *watch)
     cd_fail_rank(error.code, behind, "%s; %s", error.text, text);
 }
 
+/* A rank of the host that has not yet seen the end may still be writing to an output that lies in the arena: whoever gets its
+ * memory next would find that in it. */
+static void retire_outputs(cd_group *g, const cd_op *op)
+{
+    cd_arena *arena = g->shm ? cd_world_arena(g->world) : NULL;
+    for (int i = 0; arena && i < op->out.spans; i++)
+        cd_arena_retire(arena, op->out.list[i].data);
+}
+
 cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience, cd_record *record, uint64_t ticket)
 {
     op->sequence = ++g->sequence;
@@ -156,6 +175,8 @@ cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience, cd_rec
         if (status == CD_TIMED_OUT && atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE)
             add_missing(&watch);
         status = cd_group_settle(g, op, status);
+        if (status == CD_INTERRUPTED || cd_status_is_sticky(status))
+            retire_outputs(g, op);
     }
     cd_record_end(record, ticket, status == CD_OK, watch.started_ns != 0);
     cd_watch_end(&watch, patience);
@@ -167,6 +188,73 @@ static inline bool try_claim(cd_group *g)
 {
     return atomic_load_explicit(&g->pending, memory_order_acquire) == 0 &&
            atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) == 0;
+}
+
+/* ---- behind the queue ---- */
+
+static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_deadline latest, cd_work **out);
+
+static bool has_begun(const cd_work *work)
+{
+    return atomic_load_explicit(&work->begun, memory_order_relaxed); /* for a text and a second's patience: orders nothing */
+}
+
+/* The time is up while operations before this one are not through: the rank that the one that runs waits for is at fault. */
+static cd_status fail_behind(cd_group *g, const cd_work *work)
+{
+    const char *name = cd_kind_name(work->op.kind);
+    cd_record_view running;
+    if (has_begun(work))
+        return cd_fail(CD_TIMED_OUT, "%s did not end at its deadline", name);
+    cd_fail(CD_TIMED_OUT, "the deadline of %s passed while operations before it were not complete", name);
+    if (!cd_record_find(g->page, g->context, &running))
+        return CD_TIMED_OUT;
+    const cd_op before = {.kind = CD_BARRIER, .root = -1, .sequence = running.sequence};
+    const cd_watch watch = {.group = g, .op = &before, .peer = -1, .started_ns = running.started_ns};
+    add_missing(&watch);
+    return CD_TIMED_OUT;
+}
+
+/* The group ends with what ended the wait, and the caller's arrays are its own again when the worker has let go of them. With a
+ * cause in place each operation before this one ends at its next look, and this one is refused or ends at its own: what remains
+ * to wait for is work in memory, as if the caller had run the operation itself. Hence no deadline and no look at signals, whose
+ * handlers must not run while the exception of the first one is under way. */
+static cd_status give_up(cd_group *g, const cd_op *op, cd_work *work, const cd_patience *patience, cd_status status)
+{
+    if (status == CD_WAIT_EXPIRED)
+        status = fail_behind(g, work);
+    status = cd_group_settle(g, op, status);
+    cd_error why = *cd_last_error();
+    /* An interrupted caller may hold what the worker needs before it comes to us (Python: the GIL, to let go of arrays). */
+    if (status == CD_INTERRUPTED && patience->idle)
+        (void)patience->idle(patience->idle_ctx);
+    cd_patience still = cd_patience_until(CD_NEVER, g->size);
+    still.bell = &work->bell;
+    if (cd_wait_at_least(&work->done, 1, -1, &still) == CD_OK)
+        cd_fail_with(&why);
+    return status;
+}
+
+static cd_status run_behind_queue(cd_group *g, const cd_op *op, const cd_patience *patience)
+{
+    cd_work *work;
+    CD_TRY(issue(g, op, cd_deadline_left_ns(patience->deadline), patience->deadline, &work));
+    cd_status status = cd_work_wait(work, patience);
+    if (status == CD_WAIT_EXPIRED && has_begun(work)) {
+        /* Its own deadline, which is the same, ends it with an error that says more. */
+        cd_patience longer = *patience;
+        longer.deadline = cd_deadline_after_ns(CD_NS_PER_S);
+        status = cd_work_wait(work, &longer);
+    }
+    bool done = cd_work_is_done(work);
+    if (!done && op->device == CD_CPU)
+        status = give_up(g, op, work, patience, status);
+    else if (!done)
+        cd_group_settle(g, op, status == CD_INTERRUPTED ? status : CD_TIMED_OUT);
+    else if (status == CD_WAIT_EXPIRED) /* it ended just after the look */
+        status = cd_work_status(work);
+    cd_work_release(work);
+    return status;
 }
 
 cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
@@ -181,18 +269,7 @@ cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
         atomic_store_explicit(&g->busy, 0, memory_order_release);
         return status;
     }
-    cd_work *work;
-    uint64_t left = cd_deadline_left_ns(patience->deadline);
-    CD_TRY(cd_group_issue(g, op, left, &work));
-    /* The operation's own deadline ends it; the wait for it goes on a little longer, so that its error is what is raised. */
-    cd_patience longer = *patience;
-    if (left != UINT64_MAX)
-        longer.deadline = cd_deadline_after_ns(left + CD_NS_PER_S);
-    cd_status status = cd_work_wait(work, &longer);
-    if (!cd_work_is_done(work))
-        cd_group_settle(g, op, status == CD_INTERRUPTED ? status : CD_TIMED_OUT);
-    cd_work_release(work);
-    return status;
+    return run_behind_queue(g, op, patience);
 }
 
 bool cd_group_is_quick(cd_group *g, const cd_op *op)
@@ -209,7 +286,9 @@ bool cd_group_is_quick(cd_group *g, const cd_op *op)
 static void run_queued(cd_group *g, cd_work *work)
 {
     work->started_ns = cd_now_ns();
-    cd_patience patience = cd_patience_until(cd_deadline_after_ns(work->timeout_ns), g->size);
+    atomic_store_explicit(&work->begun, true, memory_order_relaxed);
+    cd_deadline own = cd_deadline_after_ns(work->timeout_ns);
+    cd_patience patience = cd_patience_until(own.at_ns < work->latest.at_ns ? own : work->latest, g->size);
     cd_status status = cd_group_refuse(g);
     if (status == CD_OK) {
         /* A caller that runs an operation of its own in another thread has it for at most that operation. */
@@ -316,11 +395,12 @@ static cd_status start_on_gpu(cd_group *g, cd_work *work)
     return status;
 }
 
-cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_work **out)
+static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_deadline latest, cd_work **out)
 {
     CD_TRY(cd_group_refuse(g));
     cd_work *work;
     CD_TRY(cd_work_create(g, op, timeout_ns, &work));
+    work->latest = latest;
     bool is_p2p = op->kind == CD_SEND || op->kind == CD_RECV;
     int peer = !is_p2p ? op->root : op->peer < 0 ? -1 : g->world_ranks[op->peer];
     work->record = cd_record_begin(g->page, op, g->context, peer, CD_RECORD_QUEUED);
@@ -343,4 +423,9 @@ cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_w
     }
     *out = work;
     return CD_OK;
+}
+
+cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_work **out)
+{
+    return issue(g, op, timeout_ns, CD_NEVER, out);
 }

@@ -14,7 +14,9 @@ struct cd_work {
     cd_record *record; /* in the ring, while it still holds `ticket` */
     uint64_t ticket;
     cd_op op;          /* with its own lists, behind this struct */
-    uint64_t timeout_ns;
+    uint64_t timeout_ns;    /* from its start */
+    cd_deadline latest;     /* of a caller that waits behind the queue; else CD_NEVER */
+    _Atomic bool begun;     /* the worker has it */
     uint64_t queued_ns, started_ns, done_ns;
     cd_status status;
     cd_event *event;   /* GPU */

@@ -78,8 +78,10 @@ cd_status cd_py_wait_idle(void *ctx)
     if (wait->world)
         cd_py_note_site(wait->world);
     wait->world = NULL;
-    if (PyErr_CheckSignals() < 0)
+    if (PyErr_CheckSignals() < 0) {
+        wait->is_main = -1; /* should the wait go on: with that exception under way no further handler may run */
         return cd_fail(CD_INTERRUPTED, "interrupted by a signal"); /* recorded: callers keep and restore the last error */
+    }
     wait->detached = PyEval_SaveThread();
     return CD_OK;
 }

@@ -15,7 +15,7 @@
 struct cd_arena_block {
     struct cd_arena_block *next, *previous;
     size_t at, bytes;
-    bool used;
+    bool used, retired;
 };
 
 typedef struct cd_arena_block block;
@@ -127,6 +127,20 @@ cd_status cd_arena_alloc(cd_arena *arena, size_t bytes, void **out)
     return CD_OK;
 }
 
+void cd_arena_retire(cd_arena *arena, const void *memory)
+{
+    size_t at = cd_arena_offset(arena, memory, 0);
+    if (at == SIZE_MAX)
+        return;
+    pthread_mutex_lock(&arena->lock);
+    block *b = arena->blocks;
+    while (b && at - b->at >= b->bytes)
+        b = b->next;
+    if (b && b->used)
+        b->retired = true;
+    pthread_mutex_unlock(&arena->lock);
+}
+
 void cd_arena_release(cd_arena *arena, void *memory)
 {
     if (!memory)
@@ -140,7 +154,9 @@ void cd_arena_release(cd_arena *arena, void *memory)
         /* Pages of memory that is no shared mapping (tests) stay: the call fails and that is all. */
         if (b->bytes >= GIVE_BACK_FROM)
             (void)madvise(memory, b->bytes, MADV_REMOVE);
-        b->used = false;
+        b->used = b->retired;
+    }
+    if (b && !b->used) {
         if (b->next && !b->next->used)
             merge_next(b);
         if (b->previous && !b->previous->used)

@@ -25,6 +25,9 @@ void cd_arena_free(cd_arena *arena);
 cd_status cd_arena_alloc(cd_arena *arena, size_t bytes, void **out);
 /* Gives a block back; its pages too (punch hole / MADV_REMOVE) from 1 MiB on. */
 void cd_arena_release(cd_arena *arena, void *block);
+/* The block in which `memory` lies (none: nothing happens) is never given out again after its release: another rank may still
+ * be writing to it. Its pages go back all the same. Any thread. */
+void cd_arena_retire(cd_arena *arena, const void *memory);
 /* Offset in the own region, or SIZE_MAX when [p, p + bytes) does not lie in it. O(1). */
 static inline size_t cd_arena_offset(const cd_arena *arena, const void *p, size_t bytes)
 {

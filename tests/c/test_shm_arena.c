@@ -36,6 +36,16 @@ static void test_blocks(void)
     CHECK_OK(cd_arena_alloc(arena, REGION, &whole));
     CHECK(whole == cd_arena_at(arena, 1, 0));
     cd_arena_release(arena, whole);
+    /* Memory to which others may still write is not given out again. */
+    CHECK_OK(cd_arena_alloc(arena, 100, &a));
+    CHECK_OK(cd_arena_alloc(arena, 100, &b));
+    cd_arena_retire(arena, segment.base);
+    cd_arena_retire(arena, (char *)a + 99);
+    cd_arena_release(arena, a);
+    cd_arena_release(arena, b);
+    CHECK_OK(cd_arena_alloc(arena, 1, &c));
+    CHECK(c == b);
+    cd_arena_release(arena, c);
     cd_arena_free(arena);
     cd_segment_free(&segment);
 }
