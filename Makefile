@@ -58,8 +58,13 @@ sanitize:       ## the C tests under ASan+UBSan and under TSan
 	@$(MAKE) -s -j2 -C tests/c SAN=address,undefined
 	@$(MAKE) -s -j2 -C tests/c SAN=thread
 
-soak:           ## random operations, groups and deaths; SECONDS=600, PYTHONPATH=python after make dev
-	@PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} $(PY) tests/soak/soak.py --seconds $(SECONDS)
+JOBS ?= 1
+soak:           ## random operations, groups and deaths; SECONDS=600 JOBS=1, PYTHONPATH=python after make dev
+	@PYTHONPATH=python$${PYTHONPATH:+:$$PYTHONPATH} $(PY) tests/soak/soak.py --seconds $(SECONDS) --jobs $(JOBS) $(SOAK)
+
+test-detail:    ## what CDIST_DEBUG changes: the tests of reducers, wrappers and collectives with all extra checks
+	CDIST_DEBUG=DETAIL $(PYTEST) -m "not slow" $(DETAIL:%=tests/test_%.py)
+DETAIL ?= collectives collective_calls objects p2p groups reducer ddp_array ddp_hooks ddp_precision data_parallel
 
 SANITIZED := build/sanitize-python
 SANITIZED_TESTS ?= store p2p objects reducer collectives
@@ -87,4 +92,4 @@ bench-gpu:      ## cdist beside torch.distributed and raw NCCL on real GPUs
 clean:
 	rm -rf build dist $(VENV) python/cdist/*.so python/*.egg-info
 
-.PHONY: help train test test-all test-quick tools dev test-c sanitize sanitize-python soak lint bench test-gpu bench-gpu clean
+.PHONY: help train test test-all test-quick tools dev test-c sanitize sanitize-python soak test-detail lint bench test-gpu bench-gpu clean

@@ -574,6 +574,7 @@ def test_wrong_use():
 
 @pytest.mark.parametrize("by_all", [True, False])
 def test_join_equals_one_process(by_all):
+    """K17: three steps on one rank, five on the other."""
     steps = [3, 5]
 
     def reference():
@@ -649,6 +650,8 @@ def test_join_can_throw():
 
 
 def test_uneven_inputs_without_join_raise_on_both():
+    """K17."""
+
     def body(rank, world):
         ddp = cdist.DistributedDataParallel(Net(0))
         for x, y in batches(3 + 2 * rank, 4):

@@ -141,6 +141,7 @@ def test_an_exception_reaches_the_others_without_user_code(tmp_path):
         ("", 0),
         ("sys.exit(0)", 0),
         ("work = cdist.irecv(numpy.ones(1), 1 - cdist.get_rank())", 1),
+        ("work = cdist.all_reduce(numpy.ones(1000), async_op=True)", 1),
         ("work = cdist.isend(numpy.ones(1000000), 1 - cdist.get_rank(), group=cdist.new_group())", 1),
     ],
 )

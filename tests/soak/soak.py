@@ -1,31 +1,44 @@
 """Minutes of random operations, groups, sizes, dtypes and deaths, every result checked.
 
-    python tests/soak/soak.py --seconds 600
+    python tests/soak/soak.py --seconds 600 --jobs 4
 
-A round is a world of two to five ranks that do the same random sequence of operations; every rank knows
-what every result must be. In most rounds a random rank is struck at a random moment: it is killed, freezes,
-raises or leaves. The survivors must all learn of it within the limit; then they shrink and go on, or the
-round ends and all start again.
-Prints one line a minute, and what was done. Ends with 1 at the first wrong result or hang, and says the seed.
+A round is a world of two to five ranks (--ranks) that do the same random sequence of operations; every rank
+knows what every result must be. In most rounds a random rank is struck at a random moment: it is killed,
+freezes, raises or leaves. The survivors must all learn of it within the limit; then they shrink and go on, or
+the round ends and all start again. Several jobs are as many soaks at once, each with a folder for its
+temporary files and seeds of its own.
+Prints one line a minute, and what was done. Ends with 1 at the first wrong result or hang, with the doctor's
+table of what the ranks last did and the command that does the same round again.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
 
 import cdist
 import numpy as np
+from cdist import doctor
 from cdist.testing import RankFailedError, run
 
 DTYPES = ["f4", "f8", "i4", "i8", "u1", "c8", "f2"]
 MOST_BYTES = 1 << 21
 # Seconds in which a death must be known to all; a loaded machine may need some of them.
 LIMIT = 15.0
+# A round that takes longer hangs; shortly before its end each rank writes down what it does.
+ROUND_SECONDS = 4 * LIMIT
+RANKS = 5
+# Between the seeds of two jobs: more than the rounds of one.
+SEEDS_PER_JOB = 1_000_000
 FAULTS = ["SIGKILL", "SIGSEGV", "exception", "exit", "freeze"]
 
 
@@ -111,6 +124,18 @@ def _queue(chance, group, me, size):
         _check(x, size * (size + 1) // 2, "asynchronous all_reduce")
 
 
+def _behind(chance, group, me, size):
+    """An operation that finds others queued before it; nobody keeps the Work of the first."""
+    cdist.all_reduce(_array(chance, me + 1), group=group, async_op=True)
+    second, third = _array(chance, me + 1), _array(chance, me + 1)
+    work = cdist.all_reduce(second, group=group, async_op=True)
+    cdist.all_reduce(third, group=group)
+    if not work.is_completed():
+        raise AssertionError("all_reduce: an operation was complete before the one that is queued before it")
+    for x in (second, third):
+        _check(x, size * (size + 1) // 2, "all_reduce behind others")
+
+
 def _objects(chance, group, me, size):
     count = int(50_000 * chance.random())
     out = [None] * size
@@ -126,7 +151,8 @@ def _barrier(chance, group, me, size):
 
 
 OPERATIONS = [_all_reduce] * 5 + [
-    _broadcast, _reduce, _all_gather, _reduce_scatter, _all_to_all, _ring, _queue, _objects, _barrier,
+    _broadcast, _reduce, _all_gather, _reduce_scatter, _all_to_all, _ring, _queue, _behind, _objects,
+    _barrier,
 ]  # fmt: skip
 
 
@@ -182,8 +208,35 @@ def _arm(chance, fault):
     signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.3 * chance.random())
 
 
+def _write_down():
+    with contextlib.suppress(Exception):  # there may be no group any more
+        cdist.dump()
+
+
+@contextlib.contextmanager
+def _black_box():
+    """Have this rank write down what it does, before it is killed as hanging and when it fails."""
+    alarm = threading.Timer(ROUND_SECONDS - 6, _write_down)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    except StruckError:
+        raise
+    except Exception:
+        _write_down()
+        raise
+    finally:
+        alarm.cancel()
+
+
 def _round(rank, world, seed, fault, victim, shrinks):
     """Return (operations done by name, how it went on)."""
+    with _black_box():
+        return _play(rank, world, seed, fault, victim, shrinks)
+
+
+def _play(rank, world, seed, fault, victim, shrinks):
     chance = random.Random(seed)
     done = Counter()
     if fault is None:
@@ -229,10 +282,16 @@ def _judge(outcomes, world, fault, victim):
     return total, kinds
 
 
-def one_round(seed):
+def _table(folder):
+    """What the ranks wrote down of themselves, merged."""
+    dumps = doctor.load(folder)
+    return doctor.render(doctor.diagnose(dumps)) if dumps else "no rank wrote down what it did"
+
+
+def one_round(seed, ranks=RANKS):
     """Run one world; returns (operations by name, fault or None, how the ranks went on, transport)."""
     chance = random.Random(seed)
-    world = chance.randrange(2, 6)
+    world = chance.randrange(2, ranks + 1)
     fault = chance.choice([None, *FAULTS])
     victim = chance.randrange(world) if fault else None
     transport = chance.choice(["shm", "shm", "tcp"])
@@ -240,15 +299,22 @@ def one_round(seed):
     arguments = (
         (_freeze, world, seed, victim) if fault == "freeze" else (_round, world, seed, fault, victim, shrinks)
     )
+    folder = tempfile.mkdtemp(prefix="soak-dumps-")
     try:
         outcomes = run(
             *arguments, transport=transport, group_timeout=2 if fault == "freeze" else LIMIT,
-            timeout=4 * LIMIT, allow_failures=True, check_leftovers=False,
+            timeout=ROUND_SECONDS, allow_failures=True, check_leftovers=False,
+            environ={"CDIST_DUMP_DIR": folder},
         )  # fmt: skip
         done, how = _judge(outcomes, world, fault, victim)
     except (AssertionError, RankFailedError) as error:
         where = f"{world} ranks over {transport}, {fault} of rank {victim}"
-        raise SystemExit(f"soak: seed {seed}: {where}: {error}") from error
+        again = f"python tests/soak/soak.py --seconds 0 --seed {seed} --ranks {ranks}"
+        raise SystemExit(
+            f"soak: seed {seed}: {where}: {error}\n{_table(folder)}\nthe same round again: {again}"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return done, fault, how, transport
 
 
@@ -270,45 +336,119 @@ def _freeze(rank, world, seed, victim):
             time.sleep(0.05)
 
 
-def soak(seconds, seed, say=print):
-    """Rounds until the time is over; returns the summary that is printed."""
+def _faults(by_fault):
+    return sum(n for name, n in by_fault.items() if not name.startswith("none"))
+
+
+def soak(seconds, seed, ranks=RANKS, say=print):
+    """Rounds until the time is over, at least one; returns the summary that is printed."""
     start = time.monotonic()
     operations, faults, ways, rounds = Counter(), Counter(), Counter(), 0
     next_word = 60
-    while time.monotonic() - start < seconds:
-        done, fault, how, transport = one_round(seed + rounds)
+    while not rounds or time.monotonic() - start < seconds:
+        done, fault, how, transport = one_round(seed + rounds, ranks)
         rounds += 1
         operations += done
         ways += how
         faults[f"{fault or 'none'} over {transport}"] += 1
         if time.monotonic() - start > next_word:
-            struck = sum(n for name, n in faults.items() if not name.startswith("none"))
             say(
-                f"soak: {next_word} s: {rounds} worlds, {operations.total()} operations, {struck} faults",
+                f"soak: {next_word} s: {rounds} worlds, {operations.total()} operations, "
+                f"{_faults(faults)} faults; at seed {seed + rounds - 1}",
                 flush=True,
             )
             next_word += 60
-    struck = sum(n for name, n in faults.items() if not name.startswith("none"))
     return {
         "seconds": round(time.monotonic() - start),
-        "seed": seed,
+        "seeds": [[seed, seed + rounds - 1]],
         "worlds": rounds,
         "operations": sum(operations.values()),
-        "faults_survived": struck,
+        "faults_survived": _faults(faults),
         "by_operation": dict(sorted(operations.items())),
         "by_fault": dict(sorted(faults.items())),
         "ranks": dict(sorted(ways.items())),
     }
 
 
+def _merge(summaries):
+    """One summary of several jobs: numbers are added up, seconds are those of the longest."""
+    total = {"seconds": max(s["seconds"] for s in summaries), "jobs": len(summaries)}
+    total["seeds"] = [pair for s in summaries for pair in s["seeds"]]
+    for name in ("worlds", "operations", "faults_survived"):
+        total[name] = sum(s[name] for s in summaries)
+    for name in ("by_operation", "by_fault", "ranks"):
+        total[name] = dict(sorted(sum((Counter(s[name]) for s in summaries), Counter()).items()))
+    return total
+
+
+class _Job:
+    """A soak in a process of its own."""
+
+    def __init__(self, number, options, seed, folder):
+        self.number, self.folder = number, os.path.join(folder, f"job{number}")
+        os.mkdir(self.folder)
+        self.output = os.path.join(folder, f"job{number}.out")
+        command = [sys.executable, os.path.abspath(__file__), "--seconds", str(options.seconds)]
+        command += ["--seed", str(seed + number * SEEDS_PER_JOB), "--ranks", str(options.ranks)]
+        with open(self.output, "w") as output:
+            self.process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=dict(os.environ, TMPDIR=self.folder)
+            )
+
+    def text(self):
+        with open(self.output) as output:
+            return output.read()
+
+    def last_word(self):
+        words = [line for line in self.text().splitlines() if line.startswith("soak: ")]
+        return words[-1] if words else "soak: nothing yet"
+
+    def summary(self):
+        text = "\n" + self.text()
+        return json.JSONDecoder().raw_decode(text, text.rindex("\n{\n") + 1)[0]
+
+
+def soak_in_jobs(options, seed, say=print):
+    """As soak(), in several processes at once; the first that fails ends all."""
+    folder = tempfile.mkdtemp(prefix="soak-jobs-")
+    jobs = []
+    start, next_word = time.monotonic(), 60
+    try:
+        jobs += [_Job(number, options, seed, folder) for number in range(options.jobs)]
+        while any(job.process.poll() is None for job in jobs):
+            failed = [job for job in jobs if job.process.poll()]
+            if failed:
+                raise SystemExit(f"soak: job {failed[0].number} failed\n{failed[0].text()}")
+            if time.monotonic() - start > next_word:
+                for job in jobs:
+                    say(f"job {job.number}: {job.last_word()}", flush=True)
+                next_word += 60
+            time.sleep(0.2)
+        failed = [job for job in jobs if job.process.returncode]
+        if failed:
+            raise SystemExit(f"soak: job {failed[0].number} failed\n{failed[0].text()}")
+        return _merge([job.summary() for job in jobs])
+    finally:
+        for job in jobs:
+            if job.process.poll() is None:
+                job.process.send_signal(signal.SIGINT)  # it takes its ranks with it
+        for job in jobs:
+            job.process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main():
     """Parse the command line, soak, print the summary as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seconds", type=float, default=600, help="0: one round")
     parser.add_argument("--seed", type=int, default=None, help="of the first world; the others follow it")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="at most, of a world (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="soaks at once (default: %(default)s)")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(3), "big")
-    print(json.dumps(soak(options.seconds, seed), indent=1))
+    several = options.jobs > 1
+    summary = soak_in_jobs(options, seed) if several else soak(options.seconds, seed, options.ranks)
+    print(json.dumps(summary, indent=1))
 
 
 if __name__ == "__main__":
