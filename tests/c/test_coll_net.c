@@ -108,8 +108,9 @@ static void test_many_chunks(int ranks, world_kind pipes)
 
 /* A long random sequence: kinds, sizes and paths that follow each other in every order. The jitter build (make JITTER=1) puts
  * yields and naps before every call on a socket. */
-static void test_soak(int ranks, world_kind pipes, size_t count)
+static void test_soak(int ranks, world_kind pipes)
 {
+    size_t count = CHECK_BRIEF ? 200 : pipes == WORLD_MIXED ? 1000 : 2000;
     net_ranks n;
     net_ranks_make(&n, ranks, pipes);
     case_list l = {.g = &n.g};
@@ -127,10 +128,10 @@ static void test_soak(int ranks, world_kind pipes, size_t count)
 }
 
 /* K50: no power of two, and many. */
-static void test_large_world(int ranks)
+static void test_large_world(int ranks, world_kind pipes)
 {
     net_ranks n;
-    net_ranks_make(&n, ranks, WORLD_SHM);
+    net_ranks_make(&n, ranks, pipes);
     case_list l = {.g = &n.g};
     for (int kind = CD_BARRIER; kind <= CD_ALL_TO_ALL; kind++) {
         add_net(&l, (cd_kind)kind, small_path((cd_kind)kind), 2, 0);
@@ -185,11 +186,11 @@ static uint64_t table_bytes(const test_case *c, uint64_t bytes, int ranks, int r
     }
 }
 
-static void test_bytes(int ranks)
+static void test_bytes(int ranks, world_kind pipes)
 {
     static byte_case b;
     net_ranks n;
-    net_ranks_make(&n, ranks, WORLD_SHM);
+    net_ranks_make(&n, ranks, pipes);
     for (int kind = CD_BARRIER; kind <= CD_ALL_TO_ALL; kind++) {
         for (int large = 0; large < 2; large++) {
             size_t count = large ? 64 * 1024 * (size_t)ranks : 64 * (size_t)ranks;
@@ -248,8 +249,9 @@ static cd_op op_for(cd_kind kind, size_t count)
                    .shape = {(int64_t)count}, .sequence = 12};
 }
 
-static void test_disagreement(world_kind pipes)
+static void test_disagreement(int unused, world_kind pipes)
 {
+    (void)unused;
     static const size_t counts[] = {10, 2000, 100000, 400000};
     for (int a = 0; a < 4; a++) {
         for (int b = 0; b < 4; b++) {
@@ -333,8 +335,9 @@ static void test_rooted_disagreement(int ranks, world_kind pipes)
 }
 
 /* A rank that does not come is named; so is one that left, long before the deadline. */
-static void test_absence(world_kind pipes)
+static void test_absence(int unused, world_kind pipes)
 {
+    (void)unused;
     for (int left = 0; left < 2; left++) {
         for (int large = 0; large < 2; large++) {
             net_ranks n;
@@ -366,8 +369,9 @@ static void break_off(int rank, void *ctx)
         cd_mesh_fail_peer(d->n->g.teams[r].mesh, d->blamed, &why);
 }
 
-static void test_loss(world_kind pipes)
+static void test_loss(int unused, world_kind pipes)
 {
+    (void)unused;
     net_ranks n;
     net_ranks_make(&n, 3, pipes);
     dispute d = {.n = &n, .expected = CD_PEER_LOST, .says = "SIGKILL", .blamed = n.g.world_ranks[2]};
@@ -379,32 +383,64 @@ static void test_loss(world_kind pipes)
     net_ranks_free(&n);
 }
 
-int main(void)
+typedef struct {
+    const char *name;
+    void (*run)(int ranks, world_kind pipes);
+    int ranks;
+    world_kind pipes;
+} step;
+
+static step steps[64];
+static int step_count;
+
+static void plan(const char *name, void (*run)(int ranks, world_kind pipes), int ranks, world_kind pipes)
+{
+    CHECK(step_count < (int)(sizeof steps / sizeof *steps));
+    steps[step_count++] = (step){name, run, ranks, pipes};
+}
+
+static void plan_all(void)
 {
     static const int worlds[] = {1, 2, 3, 4, 5, 8};
     for (world_kind pipes = 0; pipes < WORLD_KINDS; pipes++) {
         for (size_t i = CHECK_BRIEF; i < sizeof worlds / sizeof *worlds - CHECK_BRIEF; i++) {
             if (pipes == WORLD_SHM || worlds[i] == 2 || (pipes == WORLD_TCP && worlds[i] == 3) || (pipes == WORLD_MIXED && worlds[i] == 5))
-                test_matrix(worlds[i], pipes);
+                plan("matrix", test_matrix, worlds[i], pipes);
         }
-        test_disagreement(pipes);
-        test_rooted_disagreement(2, pipes);
-        test_absence(pipes);
-        test_loss(pipes);
+        plan("disagreement", test_disagreement, 2, pipes);
+        plan("rooted disagreement", test_rooted_disagreement, 2, pipes);
+        plan("absence", test_absence, 3, pipes);
+        plan("loss", test_loss, 3, pipes);
     }
-    test_soak(2, WORLD_TCP, CHECK_BRIEF ? 200 : 2000);
-    test_soak(3, WORLD_TCP, CHECK_BRIEF ? 200 : 2000);
-    test_soak(4, WORLD_MIXED, CHECK_BRIEF ? 200 : 1000);
-    test_rooted_disagreement(4, WORLD_MIXED);
-    test_rooted_disagreement(5, WORLD_SHM);
-    test_many_chunks(2, WORLD_SHM);
+    plan("soak", test_soak, 2, WORLD_TCP);
+    plan("soak", test_soak, 3, WORLD_TCP);
+    plan("soak", test_soak, 4, WORLD_MIXED);
+    plan("rooted disagreement", test_rooted_disagreement, 4, WORLD_MIXED);
+    plan("rooted disagreement", test_rooted_disagreement, 5, WORLD_SHM);
+    plan("many chunks", test_many_chunks, 2, WORLD_SHM);
     if (!CHECK_BRIEF) {
-        test_many_chunks(3, WORLD_MIXED);
-        test_large_world(17);
-        test_large_world(32);
+        plan("many chunks", test_many_chunks, 3, WORLD_MIXED);
+        plan("large world", test_large_world, 17, WORLD_SHM);
+        plan("large world", test_large_world, 32, WORLD_SHM);
     }
     for (int ranks = 2; ranks <= (CHECK_BRIEF ? 3 : 5); ranks++)
-        test_bytes(ranks);
+        plan("bytes", test_bytes, ranks, WORLD_SHM);
+}
+
+/* Without arguments all. "2 6": the third of six parts, which tells the time of each step. */
+int main(int count, char **arguments)
+{
+    int part = count > 2 ? atoi(arguments[1]) : 0, parts = count > 2 ? atoi(arguments[2]) : 1;
+    plan_all();
+    CHECK(parts > 0 && part >= 0 && part < parts);
+    for (int i = part; i < step_count; i += parts) {
+        uint64_t began = cd_now_ns();
+        steps[i].run(steps[i].ranks, steps[i].pipes);
+        if (parts > 1)
+            printf("step %d of %d, %s, %d ranks, pipes %d: %.1f s\n", i, step_count, steps[i].name, steps[i].ranks,
+                   (int)steps[i].pipes, (double)(cd_now_ns() - began) / 1e9);
+        fflush(stdout);
+    }
     puts("coll net: ok");
     return 0;
 }
