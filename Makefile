@@ -67,12 +67,13 @@ test-detail:    ## what CDIST_DEBUG changes: the tests of reducers, wrappers and
 DETAIL ?= collectives collective_calls objects p2p groups reducer ddp_array ddp_hooks ddp_precision data_parallel
 
 SANITIZED := build/sanitize-python
-SANITIZED_TESTS ?= store p2p objects reducer collectives
+SANITIZED_TESTS ?= store p2p objects reducer collectives groups queue spawn ddp_array
+# Tests of spawn die of SIGSEGV on purpose and look at the signal.
 sanitize-python: ## some of the Python tests on an extension under ASan+UBSan (needs gcc)
 	@CDIST_SANITIZE=address,undefined CC=gcc $(PY) setup.py -q build_ext -j2 --build-lib $(SANITIZED) --build-temp $(SANITIZED)-objects
 	@tar -C python --exclude='*.so' --exclude=__pycache__ -cf - cdist | tar -C $(SANITIZED) -xf -
 	@LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" PYTHONPATH=$(SANITIZED) \
-	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1,halt_on_error=1 \
+	    ASAN_OPTIONS=detect_leaks=0:handle_segv=$(if $(filter spawn,$(SANITIZED_TESTS)),0,1) UBSAN_OPTIONS=print_stacktrace=1,halt_on_error=1 \
 	    $(PYTEST) -p no:cacheprovider -p no:faulthandler $(SANITIZED_TESTS:%=tests/test_%.py)
 
 lint:           ## ruff and the layering and style tests
