@@ -160,13 +160,26 @@ def coalesced(xp, rank, world):
 
 
 def subgroups(xp, rank, world):
+    x = xp.put(np.full(3, rank + 1.0))
+    cdist.broadcast(x, 0)
+    xp.get(x)  # connected and idle: the groups are made from the world's communicator
     alone = [cdist.new_group([r]) for r in range(world)]
     everybody = cdist.new_group(list(range(world)))
+    backwards = cdist.new_group(list(range(world))[::-1], sort_ranks=False)
     x = xp.put(np.full(3, rank + 1.0))
     cdist.all_reduce(x, group=alone[rank])
     equal("alone", xp.get(x), np.full(3, rank + 1.0))
     cdist.all_reduce(x, group=everybody)
     equal("everybody", xp.get(x), np.full(3, world * (world + 1) / 2))
+    outs = [xp.put(np.zeros(2, "int32")) for _ in range(world)]
+    cdist.all_gather(outs, xp.put(np.full(2, rank, "int32")), group=backwards)
+    for i, out in enumerate(outs):
+        equal("backwards", xp.get(out), np.full(2, world - 1 - i, "int32"))
+    for size in range(2, world):
+        some = cdist.new_group(range(size))
+        if rank < size:
+            cdist.all_reduce(x, group=some)
+            equal("some", xp.get(x), np.full(3, world * (world + 1) / 2 * size))
     cdist.barrier()
 
 

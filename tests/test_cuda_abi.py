@@ -74,7 +74,8 @@ ncclFloat32 CD_NCCL_FLOAT32 / ncclFloat64 CD_NCCL_FLOAT64 / ncclBfloat16 CD_NCCL
 ncclFloat8e4m3 CD_NCCL_FLOAT8_E4M3 / ncclFloat8e5m2 CD_NCCL_FLOAT8_E5M2 / ncclSum CD_NCCL_SUM
 ncclProd CD_NCCL_PROD
 ncclMax CD_NCCL_MAX / ncclMin CD_NCCL_MIN / ncclAvg CD_NCCL_AVG / ncclScalarHostImmediate CD_NCCL_SCALAR_HOST
-NCCL_SPLIT_NOCOLOR CD_NCCL_NO_COLOR / NCCL_API_MAGIC CD_NCCL_MAGIC / NCCL_CONFIG_UNDEF_INT CD_NCCL_UNSET
+NCCL_SHRINK_DEFAULT CD_NCCL_SHRINK_DEFAULT
+NCCL_API_MAGIC CD_NCCL_MAGIC / NCCL_CONFIG_UNDEF_INT CD_NCCL_UNSET
 NCCL_VERSION(2,18,0) CD_NCCL_LEAST / sizeof(ncclUniqueId) sizeof(cd_nccl_id)
 sizeof(ncclResult_t) sizeof(cd_nccl_result)
 sizeof(ncclDataType_t) sizeof(cd_nccl_type) / sizeof(ncclRedOp_t) sizeof(cd_nccl_redop)

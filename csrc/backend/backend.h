@@ -20,9 +20,8 @@ typedef struct {
     cd_team *team; /* ranks, cause, gone; shm and mesh for the CPU backend */
     cd_exchange_func exchange;
     void *exchange_ctx;
-    cd_backend *parent;      /* same device type of the group this one was split from, or NULL; given only when *every* rank of
-                              * the parent opens a new group now (or sits out: cd_gpu_sit_out_split) */
-    const int *parent_ranks; /* ranks of the members in the parent, when parent is given */
+    cd_backend *parent;      /* same device type of a group that holds all members of this one, to start from, or NULL */
+    const int *parent_ranks; /* ranks of the members there */
     int device_index;        /* GPU bound to this rank, −1 if none was named */
     bool eager;              /* connect at open (init_process_group(device_id=…)) */
     const cd_patience *patience; /* during open alone */

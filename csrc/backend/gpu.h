@@ -30,8 +30,4 @@ cd_gpu_facts cd_gpu_describe(const cd_backend *backend);
 cd_status cd_gpu_copy_in(cd_backend *backend, void *to, const void *from, size_t bytes);
 cd_status cd_gpu_copy_out(cd_backend *backend, void *to, const void *from, size_t bytes);
 
-/* A rank of the parent that is in no new group calls this while the others open theirs with that parent (ncclCommSplit is
- * collective over the parent). */
-cd_status cd_gpu_sit_out_split(cd_backend *parent, const cd_patience *patience);
-
 #endif

@@ -19,6 +19,7 @@ typedef struct {
     int32_t status; /* cd_status of this rank's own preparation */
     int32_t nccl_version;
     int32_t gpu_index;
+    int32_t parent_idle; /* see is_idle */
     cd_cu_uuid uuid;
     char pci[32];
     char host[64];
@@ -92,7 +93,20 @@ static cd_status check_cards(const cd_gpu_backend *b, const card *cards)
     return check_own_gpus(b, cards);
 }
 
-static void fill_card(cd_gpu_backend *b, cd_status prepared, card *mine)
+/* Whether, as far as this rank knows, a communicator can be made from the parent's: that is there, on the same GPU, and nothing
+ * runs on it — a rank that waits in the parent's stream for one that waits in the making would wait for ever. */
+static bool is_idle(const cd_gpu_backend *b, cd_gpu_backend *parent)
+{
+    if (!parent || !atomic_load(&parent->comm) || atomic_load(&parent->broken) || atomic_load(&parent->grouping) ||
+        atomic_load(&parent->team->cause->state) != CD_CAUSE_NONE || parent->gpu.index != b->gpu.index)
+        return false;
+    cd_event *running = cd_gpu_events_reap(parent);
+    if (running)
+        cd_gpu_event_unref(running);
+    return !running;
+}
+
+static void fill_card(cd_gpu_backend *b, cd_gpu_backend *parent, cd_status prepared, card *mine)
 {
     memset(mine, 0, sizeof *mine);
     if (prepared == CD_OK && b->rank == 0) {
@@ -108,18 +122,37 @@ static void fill_card(cd_gpu_backend *b, cd_status prepared, card *mine)
     }
     mine->nccl_version = b->nccl.version;
     mine->gpu_index = b->gpu.index;
+    mine->parent_idle = is_idle(b, parent);
     mine->uuid = b->gpu.uuid;
     memcpy(mine->pci, b->gpu.pci, sizeof mine->pci);
 }
 
+/* How the communicator comes to be. Members alone take part, so: all ranks of the parent can split it (into one part), some can
+ * shrink it if they keep its order; ncclCommSplit into several parts would need every rank of the parent at the same time. */
+typedef enum { FRESH, SPLIT, SHRINK } way;
+
+/* From the cards, which are the same for all. */
+static way choose_way(const cd_gpu_backend *b, const cd_backend_env *env, const card *cards)
+{
+    for (int i = 0; i < b->world; i++)
+        if (!cards[i].parent_idle)
+            return FRESH;
+    if (b->world == ((const cd_gpu_backend *)env->parent)->world)
+        return SPLIT;
+    bool rising = b->nccl.comm_shrink != 0;
+    for (int i = 1; i < b->world; i++)
+        rising = rising && env->parent_ranks[i - 1] < env->parent_ranks[i];
+    return rising ? SHRINK : FRESH;
+}
+
 /* Exchanges cards even when this rank cannot take part: the others must learn it. */
 static cd_status meet(cd_gpu_backend *b, const cd_backend_env *env, cd_status prepared, const cd_patience *patience,
-                      cd_nccl_id *id)
+                      cd_nccl_id *id, way *way_p)
 {
     card mine, *cards = calloc((size_t)b->world, sizeof *cards);
     if (!cards)
         return cd_fail(CD_NO_MEMORY, "no memory for %d cards", b->world);
-    fill_card(b, prepared, &mine);
+    fill_card(b, (cd_gpu_backend *)env->parent, prepared, &mine);
     cd_error own = *cd_last_error();
     cd_status status = env->exchange(env->exchange_ctx, &mine, cards, sizeof mine, patience);
     if (mine.status != CD_OK)
@@ -127,15 +160,18 @@ static cd_status meet(cd_gpu_backend *b, const cd_backend_env *env, cd_status pr
     else if (status == CD_OK)
         status = check_cards(b, cards);
     *id = cards[0].id;
+    if (status == CD_OK)
+        *way_p = choose_way(b, env, cards);
     free(cards);
     return status;
 }
 
 /* A call on a communicator whose abort flag may be raised while the call goes on. */
 typedef struct {
-    cd_gpu_backend *b, *parent; /* parent: split from */
+    cd_gpu_backend *b, *parent; /* parent: made from */
     cd_nccl_id id;
-    int colour;
+    way way;
+    const int *members; /* their ranks in the parent */
     cd_patience patience;         /* deadline and cause alone: another thread's idle callback is not ours to call */
     _Atomic(cd_nccl_comm) comm;   /* NCCL stores it early in its creation */
     _Atomic bool over;
@@ -199,7 +235,24 @@ static cd_status create_main(void *arg)
     return status;
 }
 
-static cd_status split_main(void *arg)
+static cd_nccl_result shrink(venture *v, cd_nccl_comm from, cd_nccl_config *config)
+{
+    cd_gpu_backend *p = v->parent;
+    int *left_out = malloc((size_t)p->world * sizeof *left_out), count = 0, next = 0;
+    if (!left_out)
+        return CD_NCCL_INVALID_ARGUMENT;
+    for (int rank = 0; rank < p->world; rank++) {
+        if (next < v->b->world && v->members[next] == rank)
+            next++;
+        else
+            left_out[count++] = rank;
+    }
+    cd_nccl_result result = p->nccl.comm_shrink(from, left_out, count, (cd_nccl_comm *)&v->comm, config, CD_NCCL_SHRINK_DEFAULT);
+    free(left_out);
+    return result;
+}
+
+static cd_status derive_main(void *arg)
 {
     venture *v = arg;
     cd_gpu_backend *p = v->parent;
@@ -209,17 +262,22 @@ static cd_status split_main(void *arg)
     if (!from)
         return cd_gpu_cause(p);
     CD_TRY(cd_gpu_enter(&p->gpu, &pushed));
-    cd_nccl_result result = p->nccl.comm_split(from, v->colour, v->b->rank, comm_p, &config);
-    cd_status status = cd_gpu_settle(p, from, result, "ncclCommSplit", &v->patience);
-    if (status == CD_OK && v->colour != CD_NCCL_NO_COLOR)
+    cd_nccl_result result =
+        v->way == SPLIT ? p->nccl.comm_split(from, 0, v->b->rank, comm_p, &config) : shrink(v, from, &config);
+    cd_status status = cd_gpu_settle(p, from, result, v->way == SPLIT ? "ncclCommSplit" : "ncclCommShrink", &v->patience);
+    if (status == CD_OK)
         status = cd_gpu_settle(v->b, atomic_load(&v->comm), CD_NCCL_IN_PROGRESS, "connecting", &v->patience);
     cd_gpu_leave(&p->gpu, pushed);
     return status;
 }
 
-static void stop_split(void *arg)
+/* NCCL leaves the making of a communicator when the one that it is made from is aborted: the parent's group ends too. */
+static void stop_derive(void *arg)
 {
     venture *v = arg;
+    cd_error why = *cd_last_error();
+    why.code = cd_status_is_sticky(why.code) ? why.code : CD_ABORTED;
+    cd_cause_publish(v->parent->team->cause, &why);
     cd_gpu_watch_abort(v->parent);
 }
 
@@ -230,34 +288,33 @@ static cd_status name_late(cd_status status, const char *what)
     return cd_fail(CD_TIMED_OUT, "%s: NCCL was still waiting for another rank when the deadline passed", what);
 }
 
-/* The parent counts as inside for the time: its abort, which ends the split, frees it afterwards. */
-static cd_status split(venture *v, const cd_patience *patience)
+/* The parent counts as inside for the time: its abort, which ends the making, frees it afterwards. */
+static cd_status derive(venture *v, const cd_patience *patience)
 {
     cd_gpu_backend *p = v->parent;
-    pthread_mutex_lock(&p->lock);
+    cd_waiter waiter = cd_waiter_start(patience);
+    while (pthread_mutex_trylock(&p->lock) != 0)
+        CD_TRY(cd_waiter_turn(&waiter));
     cd_gpu_go_in(p, CD_BARRIER, patience->deadline);
-    cd_status status = cd_gpu_errand(split_main, stop_split, v, patience);
+    cd_status status = cd_gpu_errand(derive_main, stop_derive, v, patience);
     cd_gpu_come_out(p);
     pthread_mutex_unlock(&p->lock);
-    return name_late(status, "ncclCommSplit");
+    return status;
 }
 
 cd_status cd_gpu_connect(cd_gpu_backend *b, const cd_backend_env *env, cd_status prepared, const cd_patience *patience)
 {
     venture v = venture_of(b, patience);
-    CD_TRY(meet(b, env, prepared, patience, &v.id));
-    cd_status status;
+    CD_TRY(meet(b, env, prepared, patience, &v.id, &v.way));
+    cd_patience own = *patience;
+    if (!own.cause)
+        own.cause = b->team->cause;
     v.parent = (cd_gpu_backend *)env->parent;
-    if (v.parent) {
-        /* The lowest member's rank in the parent is a colour that no other new group has. */
-        v.colour = env->parent_ranks[0];
-        for (int i = 1; i < b->world; i++)
-            v.colour = env->parent_ranks[i] < v.colour ? env->parent_ranks[i] : v.colour;
-        status = split(&v, patience);
+    v.members = env->parent_ranks;
+    cd_status status;
+    if (v.way != FRESH) {
+        status = name_late(derive(&v, &own), v.way == SPLIT ? "ncclCommSplit" : "ncclCommShrink");
     } else {
-        cd_patience own = *patience;
-        if (!own.cause)
-            own.cause = b->team->cause;
         status = name_late(cd_gpu_errand(create_main, stop_venture, &v, &own), "connecting");
         if (status != CD_OK)
             drop_venture(&v);
@@ -265,15 +322,6 @@ cd_status cd_gpu_connect(cd_gpu_backend *b, const cd_backend_env *env, cd_status
     if (status == CD_OK)
         atomic_store(&b->comm, atomic_load(&v.comm));
     return status;
-}
-
-cd_status cd_gpu_sit_out_split(cd_backend *parent, const cd_patience *patience)
-{
-    cd_gpu_backend *b = (cd_gpu_backend *)parent;
-    venture v = venture_of(b, patience);
-    v.parent = b;
-    v.colour = CD_NCCL_NO_COLOR;
-    return split(&v, patience);
 }
 
 /* Waits until nobody is inside NCCL, at most until `deadline` or until the watch is to stop: then there are no callers. */

@@ -40,7 +40,7 @@ enum {
 };
 
 enum { CD_NCCL_SUM = 0, CD_NCCL_PROD = 1, CD_NCCL_MAX = 2, CD_NCCL_MIN = 3, CD_NCCL_AVG = 4 };
-enum { CD_NCCL_SCALAR_HOST = 1, CD_NCCL_NO_COLOR = -1 };
+enum { CD_NCCL_SCALAR_HOST = 1, CD_NCCL_SHRINK_DEFAULT = 0 };
 
 /* 2.18 brought ncclCommSplit; its ncclConfig_t is the first part of every later one, and a later library fills in what the
  * version stamped into a config did not have yet. */
@@ -104,11 +104,13 @@ typedef struct {
     X(error_text, ncclGetErrorString, (cd_nccl_result result))  \
     X(last_error, ncclGetLastError, (cd_nccl_comm comm))
 
-/* Since 2.19; NULL in an older library. */
+/* Since 2.19, the last one 2.27; NULL in an older library. */
 #define CD_NCCL_OPTIONAL(X)                                                                          \
     X(mem_alloc, ncclMemAlloc, (void **out, size_t bytes))                                           \
     X(mem_free, ncclMemFree, (void *memory))                                                         \
     X(comm_register, ncclCommRegister, (cd_nccl_comm comm, void *memory, size_t bytes, void **out))  \
-    X(comm_deregister, ncclCommDeregister, (cd_nccl_comm comm, void *handle))
+    X(comm_deregister, ncclCommDeregister, (cd_nccl_comm comm, void *handle))                        \
+    X(comm_shrink, ncclCommShrink,                                                                   \
+      (cd_nccl_comm comm, int *left_out, int count, cd_nccl_comm *out, cd_nccl_config *config, int flags))
 
 #endif

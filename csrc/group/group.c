@@ -557,6 +557,17 @@ cd_backend *cd_group_backend(cd_group *g, cd_device device)
     return device == CD_CPU ? g->cpu : g->gpu;
 }
 
+/* The GPU side of the group of all, whose ranks are the world's; NULL: this rank has none, or it is being opened. */
+static cd_backend *gpu_of_all(cd_group *g)
+{
+    cd_group *all = g->world->group;
+    if (!all || all == g || pthread_mutex_trylock(&all->device_lock) != 0)
+        return 0;
+    cd_backend *gpu = all->gpu;
+    pthread_mutex_unlock(&all->device_lock);
+    return gpu;
+}
+
 cd_status cd_group_open_device(cd_group *g, cd_device device, int device_index, bool eager, const cd_patience *patience)
 {
     if (device == CD_CPU)
@@ -564,8 +575,9 @@ cd_status cd_group_open_device(cd_group *g, cd_device device, int device_index, 
     pthread_mutex_lock(&g->device_lock);
     cd_status status = CD_OK;
     if (!g->gpu) {
-        cd_backend_env env = {.team = &g->team, .exchange = exchange, .exchange_ctx = g, .device_index = device_index,
-                              .eager = eager, .patience = patience};
+        cd_backend_env env = {.team = &g->team, .exchange = exchange, .exchange_ctx = g, .parent = gpu_of_all(g),
+                              .parent_ranks = g->world_ranks, .device_index = device_index, .eager = eager,
+                              .patience = patience};
         status = cd_backend_open_gpu(&env, &g->gpu);
     }
     pthread_mutex_unlock(&g->device_lock);

@@ -258,42 +258,71 @@ static void open_late_main(int rank, void *ctx)
 }
 
 typedef struct {
-    gpu_group whole, even, odd;
-} split_ctx;
+    gpu_group whole, part[6];
+} parts_ctx;
 
-/* Ranks 0 and 2 form a group in reverse order, rank 1 one of its own, rank 3 sits out. */
-static void split_main(int rank, void *ctx)
+/* Opens a group of `count` ranks of `whole`, tries it, closes it. */
+static void try_part(gpu_rank *whole, gpu_group *group, const int *members, int count)
 {
-    split_ctx *s = ctx;
-    gpu_rank whole, part;
-    gpu_rank_open(&whole, &s->whole, rank);
-    if (rank == 3) {
-        CHECK_OK(cd_gpu_sit_out_split(whole.backend, &whole.patience));
-    } else {
-        static const int evens[] = {2, 0}, odds[] = {1};
-        cd_backend_env env = gpu_env(&part, rank == 1 ? &s->odd : &s->even, rank == 0);
-        env.parent = whole.backend;
-        env.parent_ranks = rank == 1 ? odds : evens;
-        env.device_index = rank;
-        part.team.rank = rank == 0;
-        CHECK_OK(cd_backend_open_gpu(&env, &part.backend));
-        int32_t *x = gpu_alloc(&part, 16);
-        x[0] = rank + 5;
-        cd_span span = {x, 1, 0, 4};
+    gpu_rank part;
+    int mine = 0, sum = 0, rank = whole->team.rank;
+    for (int i = 0; i < count; i++) {
+        mine = members[i] == rank ? i : mine;
+        sum += members[i] + 5;
+    }
+    cd_backend_env env = gpu_env(&part, group, mine);
+    env.parent = whole->backend;
+    env.parent_ranks = members;
+    env.device_index = rank;
+    CHECK_OK(cd_backend_open_gpu(&env, &part.backend));
+    int32_t *x = gpu_alloc(&part, 16);
+    x[0] = rank + 5;
+    cd_span span = {x, 1, 0, 4};
+    cd_op op = reduce_of(&span);
+    op.dtype = CD_INT32;
+    CHECK_OK(part.backend->ops->run(part.backend, &op, &part.patience));
+    gpu_flush(&part);
+    CHECK(x[0] == sum);
+    op.kind = CD_BROADCAST;
+    op.root = 0;
+    op.in = (cd_blocks){mine == 0 ? &span : 0, 0, mine == 0};
+    op.out = (cd_blocks){mine == 0 ? 0 : &span, 0, mine != 0};
+    x[0] = rank;
+    CHECK_OK(part.backend->ops->run(part.backend, &op, &part.patience));
+    gpu_flush(&part);
+    CHECK(x[0] == members[0]);
+    gpu_rank_close(&part);
+}
+
+/* By members alone: in another order and from a busy parent anew, in the parent's order by a shrink, all of them by a split. */
+static void parts_main(int rank, void *ctx)
+{
+    parts_ctx *c = ctx;
+    gpu_rank whole;
+    gpu_rank_open(&whole, &c->whole, rank);
+    if (rank == 0 || rank == 2)
+        try_part(&whole, &c->part[0], (const int[]){2, 0}, 2);
+    if (rank == 1)
+        try_part(&whole, &c->part[1], (const int[]){1}, 1);
+    if (rank % 2 == 0)
+        try_part(&whole, &c->part[2], (const int[]){0, 2}, 2);
+    else
+        try_part(&whole, &c->part[3], (const int[]){1, 3}, 2);
+    try_part(&whole, &c->part[4], (const int[]){3, 2, 1, 0}, 4);
+    gpu_flush(&whole); /* connected */
+    if (rank == 0) {
+        cd_span span = {gpu_alloc(&whole, 16), 1, 0, 4};
         cd_op op = reduce_of(&span);
-        op.dtype = CD_INT32;
-        CHECK_OK(part.backend->ops->run(part.backend, &op, &part.patience));
-        gpu_flush(&part);
-        CHECK(x[0] == (rank == 1 ? 6 : 12));
-        op.kind = CD_BROADCAST;
-        op.root = 0;
-        op.in = (cd_blocks){rank == 0 ? 0 : &span, 0, rank == 0 ? 0 : 1};
-        op.out = (cd_blocks){rank == 0 ? &span : 0, 0, rank == 0};
-        x[0] = rank;
-        CHECK_OK(part.backend->ops->run(part.backend, &op, &part.patience));
-        gpu_flush(&part);
-        CHECK(x[0] == (rank == 1 ? 1 : 2));
-        gpu_rank_close(&part);
+        op.kind = CD_BARRIER;
+        cd_event *event = 0;
+        CHECK_OK(whole.backend->ops->start(whole.backend, &op, &whole.patience, &event));
+        try_part(&whole, &c->part[5], (const int[]){0, 1}, 2);
+        CHECK_OK(whole.backend->ops->event_wait_host(event, &whole.patience));
+        whole.backend->ops->event_free(event);
+    } else {
+        if (rank == 1)
+            try_part(&whole, &c->part[5], (const int[]){0, 1}, 2);
+        gpu_flush(&whole);
     }
     gpu_flush(&whole);
     gpu_rank_close(&whole);
@@ -385,18 +414,27 @@ static void interrupted_main(int rank, void *ctx)
     gpu_rank_close(&r);
 }
 
-/* Rank 1 is in no split that rank 0 waits for. */
-static void lonely_split_main(int rank, void *ctx)
+/* A split that takes longer than the patience: the group it is made from ends with it. */
+static void slow_split_main(int rank, void *ctx)
 {
-    gpu_rank r;
+    gpu_rank r, part;
     gpu_rank_open(&r, ctx, rank);
-    if (rank == 0) {
-        cd_patience brief = r.patience;
-        brief.deadline = cd_deadline_after_ns(200 * CD_NS_PER_MS);
-        CHECK_FAILS(cd_gpu_sit_out_split(r.backend, &brief), CD_TIMED_OUT);
-        CHECK(error_has("ncclCommSplit: NCCL was still waiting for another rank"));
-    }
     pthread_barrier_wait(&r.group->barrier);
+    setenv("FAKE_NCCL_INIT_MS", "3000", 1);
+    pthread_barrier_wait(&r.group->barrier);
+    cd_backend_env env = gpu_env(&part, r.group, rank);
+    cd_backend *backend = 0;
+    cd_cause own = {0};
+    part.team.cause = &own;
+    part.patience.cause = &own;
+    part.patience.deadline = cd_deadline_after_ns(300 * CD_NS_PER_MS);
+    env.parent = r.backend;
+    env.parent_ranks = (const int[]){0, 1};
+    CHECK_FAILS(cd_backend_open_gpu(&env, &backend), CD_TIMED_OUT);
+    CHECK(error_has("ncclCommSplit: NCCL was still waiting for another rank"));
+    CHECK(cd_cause_check(&r.group->cause[rank]) == CD_TIMED_OUT);
+    pthread_barrier_wait(&r.group->barrier);
+    unsetenv("FAKE_NCCL_INIT_MS");
     gpu_rank_close(&r);
 }
 
@@ -423,7 +461,8 @@ static void on_group(int world, check_rank_func body)
 
 int main(void)
 {
-    static split_ctx split;
+    static parts_ctx parts;
+    static const int sizes[] = {2, 1, 2, 2, 4, 2};
     gpu_use_fakes();
     check_libraries();
     check_devices();
@@ -440,13 +479,14 @@ int main(void)
     for (int i = 0; i < 2 * WAYS; i++)
         on_group(2, lonely_main);
     on_group(2, interrupted_main);
-    on_group(2, lonely_split_main);
+    on_group(2, slow_split_main);
     check_older();
-    gpu_group_init(&split.whole, 4);
-    gpu_group_init(&split.even, 2);
-    gpu_group_init(&split.odd, 1);
-    check_on_ranks(4, split_main, &split);
-    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_splits)() == 5);
+    gpu_group_init(&parts.whole, 4);
+    for (int i = 0; i < 6; i++)
+        gpu_group_init(&parts.part[i], sizes[i]);
+    check_on_ranks(4, parts_main, &parts);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_splits)() == 2 + 4);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_shrinks)() == 1 + 2 + 2);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_aborts)() >= 4);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_left)() == 0);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_early_calls)() == 0);

@@ -53,6 +53,8 @@ typedef struct comm {
     _Atomic int busy;        /* splits under way */
     _Atomic uint64_t next_ticket, turn;
     uint64_t barriers, split_barriers;
+    uint32_t shrinks[1 << RANKS]; /* by the set of members */
+    _Atomic(struct comm *) child; /* in the making by a shrink */
     bool launched;
     double premul[PREMULS];
     int premul_count;
@@ -84,7 +86,7 @@ static _Thread_local operation *grouped;
 static _Thread_local int grouped_count;
 static _Thread_local cd_nccl_result group_error;
 static _Atomic int failing[RANKS];
-static _Atomic int left, aborts, splits, groups, early_calls, pulled, waiting, ids;
+static _Atomic int left, aborts, splits, shrinks, groups, early_calls, pulled, waiting, ids;
 enum { DOOMED = 16, INTERNAL_ERROR = 3 };
 static _Thread_local comm *doomed[DOOMED]; /* freed at the end of the group */
 static _Thread_local int doomed_count;
@@ -222,7 +224,7 @@ static void *split_main(void *arg)
     for (int i = 0; i < p->world; i++)
         while (atomic_load(&p->seg->split_arrived[i]) < round && !atomic_load(&p->abort))
             nap();
-    if (c && !atomic_load(&p->abort)) {
+    if (!atomic_load(&p->abort)) {
         for (int i = 0; i < p->world; i++)
             if (p->seg->split[side][i].color == j->color) {
                 world++;
@@ -233,14 +235,22 @@ static void *split_main(void *arg)
         snprintf(c->path, sizeof c->path, "%.120s.s%d.%d", p->path, (int)round, j->color);
         attach(c);
     }
-    if (c) {
-        atomic_store(&c->ready, true);
-        unref(c);
-    }
+    atomic_store(&c->ready, true);
+    unref(c);
     atomic_fetch_sub(&p->busy, 1);
     unref(p);
     free(j);
     return 0;
+}
+
+static void free_aborted(comm *c)
+{
+    /* The real one frees memory that a call still uses. */
+    if (atomic_load(&c->inside) > 0)
+        atomic_fetch_add(&pulled, 1);
+    unlink(c->path);
+    atomic_fetch_sub(&left, 1);
+    unref(c);
 }
 
 static bool too_early(comm *c)
@@ -257,9 +267,8 @@ cd_nccl_result ncclCommSplit(cd_nccl_comm handle, int color, int key, cd_nccl_co
     if ((config->blocking != 0) != c->blocking || too_early(c))
         return CD_NCCL_INVALID_ARGUMENT;
     split_job *j = malloc(sizeof *j);
-    *j = (split_job){c, color == CD_NCCL_NO_COLOR ? 0 : make_comm(0, 0), color, key};
-    if (j->child)
-        atomic_fetch_add(&j->child->refs, 1);
+    *j = (split_job){c, make_comm(0, 0), color, key};
+    atomic_fetch_add(&j->child->refs, 1);
     comm *child = j->child;
     atomic_store((_Atomic(cd_nccl_comm) *)out, child);
     atomic_fetch_add(&c->refs, 1);
@@ -267,18 +276,56 @@ cd_nccl_result ncclCommSplit(cd_nccl_comm handle, int color, int key, cd_nccl_co
     atomic_fetch_add(&splits, 1);
     if (c->blocking) {
         atomic_fetch_add(&c->inside, 1);
+        atomic_store(&c->child, child);
         split_main(j);
+        atomic_store(&c->child, 0);
         atomic_fetch_sub(&c->inside, 1);
-        if (child) {
-            child->blocking = true;
-            atomic_store(&child->early, 0);
-            atomic_store(&child->asked, true);
-        }
-        return atomic_load(&c->abort) ? INTERNAL_ERROR : CD_NCCL_SUCCESS;
+        child->blocking = true;
+        atomic_store(&child->early, 0);
+        atomic_store(&child->asked, true);
+        if (!atomic_load(&c->abort))
+            return CD_NCCL_SUCCESS;
+        atomic_store((_Atomic(cd_nccl_comm) *)out, 0);
+        free_aborted(child);
+        return INTERNAL_ERROR;
     }
     atomic_store(&c->asked, false);
     run_detached(split_main, j);
     return CD_NCCL_IN_PROGRESS;
+}
+
+/* By its members alone. */
+cd_nccl_result ncclCommShrink(cd_nccl_comm handle, int *left_out, int count, cd_nccl_comm *out, cd_nccl_config *config, int flags)
+{
+    comm *c = handle;
+    unsigned members = (1u << c->world) - 1;
+    for (int i = 0; i < count; i++)
+        members &= ~(1u << left_out[i]);
+    if (count < 1 || flags != 0 || (config->blocking != 0) != c->blocking || !(members >> c->rank & 1) || too_early(c))
+        return CD_NCCL_INVALID_ARGUMENT;
+    comm *child = make_comm(__builtin_popcount(members), __builtin_popcount(members & ((1u << c->rank) - 1)));
+    child->blocking = c->blocking;
+    snprintf(child->path, sizeof child->path, "%.120s.m%x.%u", c->path, members, c->shrinks[members]++);
+    atomic_fetch_add(&shrinks, 1);
+    atomic_store((_Atomic(cd_nccl_comm) *)out, child);
+    if (!c->blocking) {
+        atomic_store(&c->asked, false);
+        atomic_fetch_add(&child->refs, 1);
+        run_detached(init_main, child);
+        return CD_NCCL_IN_PROGRESS;
+    }
+    atomic_fetch_add(&c->inside, 1);
+    atomic_store(&c->child, child);
+    if (atomic_load(&c->abort))
+        atomic_store(&child->abort, true);
+    cd_nccl_result result = finish_init(child);
+    atomic_store(&c->child, 0);
+    atomic_fetch_sub(&c->inside, 1);
+    if (result != CD_NCCL_SUCCESS) {
+        atomic_store((_Atomic(cd_nccl_comm) *)out, 0);
+        free_aborted(child);
+    }
+    return result;
 }
 
 cd_nccl_result ncclCommGetAsyncError(cd_nccl_comm handle, cd_nccl_result *out)
@@ -313,20 +360,13 @@ cd_nccl_result ncclCommDestroy(cd_nccl_comm handle)
     return 0;
 }
 
-static void free_aborted(comm *c)
-{
-    /* The real one frees memory that a call still uses. */
-    if (atomic_load(&c->inside) > 0)
-        atomic_fetch_add(&pulled, 1);
-    unlink(c->path);
-    atomic_fetch_sub(&left, 1);
-    unref(c);
-}
-
 cd_nccl_result ncclCommAbort(cd_nccl_comm handle)
 {
     comm *c = handle;
     atomic_store(&c->abort, true);
+    comm *child = atomic_load(&c->child);
+    if (child)
+        atomic_store(&child->abort, true);
     atomic_fetch_add(&aborts, 1);
     if (group_depth > 0 && doomed_count < DOOMED)
         doomed[doomed_count++] = c;
@@ -760,6 +800,11 @@ int fake_nccl_aborts(void)
 int fake_nccl_splits(void)
 {
     return atomic_load(&splits);
+}
+
+int fake_nccl_shrinks(void)
+{
+    return atomic_load(&shrinks);
 }
 
 int fake_nccl_groups(void)

@@ -6,9 +6,10 @@
 void fake_nccl_fail(int rank, int result);
 /* Communicators that were made and neither destroyed nor aborted. */
 int fake_nccl_left(void);
-/* How often ncclCommAbort and ncclCommSplit were called in this process. */
+/* How often ncclCommAbort, ncclCommSplit and ncclCommShrink were called in this process. */
 int fake_nccl_aborts(void);
 int fake_nccl_splits(void);
+int fake_nccl_shrinks(void);
 /* Groups (ncclGroupEnd of the outermost level) that launched something. */
 int fake_nccl_groups(void);
 /* Calls that real NCCL would have refused: made while the communicator was still "in progress". */
