@@ -139,6 +139,29 @@ def test_hooks_equal_torch(hook):
     compare(train, tolerance=2e-2)
 
 
+@pytest.mark.parametrize("views", [False, True])
+def test_weights_give_the_mean_over_all_samples(views):
+    """Uneven batches: NCCL multiplies each rank's gradients by its own factor."""
+
+    def body(rank, world):
+        torch.cuda.set_device(rank)
+        sizes = [3, 9]
+        x = torch.linspace(-1, 1, 32 * sum(sizes)).view(-1, 32).cuda()
+        alone = model(norm=False)
+        alone(x).square().mean().backward()
+        ddp = cdist.DistributedDataParallel(
+            model(norm=False), device_ids=[rank], reduce="weights", gradient_as_bucket_view=views
+        )
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp.set_weight(sizes[rank])
+            ddp(x.split(sizes)[rank]).square().mean().backward()
+        for p, wanted in zip(ddp.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+    gpu_run(body)
+
+
 def test_join_equals_torch():
     def train(ddp, rank):
         with ddp.join():
