@@ -1,11 +1,11 @@
 """What DistributedDataParallel costs beside torch's over Gloo: 2 ranks on the CPU, the same
 processes run both, in turns.
 
-    python benchmarks/ddp.py [--steps 30] [--models mlp transformer resnet18] [--json out.json]
+    python benchmarks/ddp.py [--steps 60] [--models mlp transformer resnet18] [--json out.json]
 
-For each model: median time of a step, of the same step under no_sync(), and their difference, which is what
-synchronisation costs. Then the cost of a gradient hook per parameter, and the peak memory of a process that
-trains with either.
+For each model: median time of a step, of the same step under no_sync(), and what synchronisation costs: the
+median, over pairs of steps that follow each other, of the difference. All are means of the ranks. Then the
+cost of a gradient hook per parameter, and the peak memory of a process that trains with either.
 """
 
 import argparse
@@ -124,14 +124,23 @@ def measure(rank, world, path, names, steps):
                         value = timed(pairs[who], x, sync)
                         if turn and number:
                             times[who, sync].append(value)
-        medians = {key: statistics.median(values) for key, values in times.items()}
-        row = {"model": name, "parameters": len(list(pairs["cdist"].parameters()))}
+        row = {"parameters": len(list(pairs["cdist"].parameters()))}
         for who in pairs:
-            row[f"{who}_step_ms"] = medians[who, True]
-            row[f"{who}_no_sync_ms"] = medians[who, False]
-            row[f"{who}_sync_ms"] = medians[who, True] - medians[who, False]
-        row["ratio"] = row["torch_sync_ms"] / max(row["cdist_sync_ms"], 1e-3)
+            row[f"{who}_step_ms"] = statistics.median(times[who, True])
+            row[f"{who}_no_sync_ms"] = statistics.median(times[who, False])
+            differences = [a - b for a, b in zip(times[who, True], times[who, False], strict=True)]
+            row[f"{who}_sync_ms"] = statistics.median(differences)
         rows.append(row)
+    return rows
+
+
+def of_all_ranks(names, ranks):
+    """One row a model: the mean of what the ranks measured."""
+    rows = []
+    for name, of_ranks in zip(names, zip(*ranks, strict=True), strict=True):
+        row = {key: statistics.mean(r[key] for r in of_ranks) for key in of_ranks[0]}
+        row["ratio"] = row["torch_sync_ms"] / max(row["cdist_sync_ms"], 1e-3)
+        rows.append({"model": name} | row)
     return rows
 
 
@@ -178,13 +187,13 @@ def memory(rank, world, who, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        rows = run(
+        ranks = run(
             measure,
             2,
             os.path.join(folder, "a"),
@@ -192,7 +201,8 @@ def main():
             options.steps,
             timeout=300,
             check_leftovers=False,
-        )[0]
+        )
+        rows = of_all_ranks(options.models, ranks)
         peaks = {
             who: max(run(memory, 2, who, os.path.join(folder, who), timeout=120, check_leftovers=False))
             for who in ("cdist", "torch")
@@ -204,7 +214,7 @@ def main():
     )
     for r in rows:
         print(
-            f"{r['model']:12} {r['parameters']:6} {r['cdist_step_ms']:8.2f} ms {r['cdist_sync_ms']:8.2f} ms "
+            f"{r['model']:12} {r['parameters']:6g} {r['cdist_step_ms']:8.2f} ms {r['cdist_sync_ms']:8.2f} ms "
             f"{r['torch_step_ms']:8.2f} ms {r['torch_sync_ms']:8.2f} ms {r['ratio']:6.1f}"
         )
     print(

@@ -102,6 +102,62 @@ def test_mixed_precision_accumulates_in_full_precision():
     run(body, 2)
 
 
+class Convolutions(nn.Module):
+    """Convolutions save their weights themselves for the backward pass, linear layers views of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Conv1d(1, 3, 3)
+        self.second = nn.Conv1d(3, 2, 2)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x.unsqueeze(1))))
+
+
+def gather_twice(model, context, how, xs):
+    """Gradients of several backward passes, the last of them outside of `context`."""
+    if how == "both forward passes first":
+        with context():
+            losses = [model(x).float().square().mean() for x in xs[:2]]
+            for loss in losses:
+                loss.backward()
+    elif how == "one forward pass":
+        with context():
+            loss = model(xs[0]).float().square().mean()
+            loss.backward(retain_graph=True)
+            with torch.no_grad():
+                model(xs[1])
+            loss.backward()
+    elif how == "one sum":
+        sum(model(x).float().square().mean() for x in xs[:2]).backward()
+    model(xs[2]).float().square().mean().backward()
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("how", ["both forward passes first", "one forward pass", "one sum"])
+def test_mixed_precision_with_several_backward_passes(how, views):
+    def body(rank, world):
+        config = MixedPrecision(BF16, torch.float32)
+        ddp = cdist.DistributedDataParallel(
+            Convolutions(), mixed_precision=config, gradient_as_bucket_view=views
+        )
+        plain = cdist.DistributedDataParallel(Convolutions(), gradient_as_bucket_view=views)
+        torch.manual_seed(10 + rank)
+        xs = [torch.randn(4, 9) for _ in range(3)]
+        for model in (ddp, plain):
+            gather_twice(model, model.no_sync, how, xs)
+        for p, q in zip(ddp.parameters(), plain.parameters(), strict=True):
+            assert p.dtype == p.grad.dtype == torch.float32
+            # bfloat16 has eight bits: some parts in a hundred of the largest.
+            close([p.grad / q.grad.abs().max()], [q.grad / q.grad.abs().max()], 0.05)
+        return [p.grad.clone() for p in ddp.parameters()]
+
+    first, second = run(body, 2)
+    for a, b in zip(first, second, strict=True):
+        close([a], [b], 0)
+
+
 def test_mixed_precision_with_checkpoints_buffers_unused_and_frozen_parameters():
     class Deep(nn.Module):
         def __init__(self):

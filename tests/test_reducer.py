@@ -97,6 +97,62 @@ def test_dtypes(dtype):
     assert run(body, 3) == [b"\1\0\0"] * 3
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("mode", ["mean", "sum"])
+def test_the_bits_do_not_depend_on_who_reduces(monkeypatch, world, mode):
+    def body(rank, world):
+        shapes = [(700_001,), (3,), (), (0,), (300_000,), (1,)]
+        reducer, views = make(shapes, [0, 0, 1, 1, 1, 2], mode)
+        random = np.random.default_rng(rank)
+        results = []
+        for step in range(5):
+            reducer.set_divisor(world if step % 2 else 3.0)
+            reducer.set_scale(1.0 if step < 3 else 0.3)
+            reducer.begin(1)
+            for at in random.permutation(len(shapes)):
+                views[at][...] = np.random.default_rng(100 * rank + 10 * step + at).normal(size=shapes[at])
+                reducer.ready(at)
+            assert reducer.finish(False)
+            results.append(b"".join(view.tobytes() for view in views))
+        assert reducer.launched[0] == 15
+        return results
+
+    outcomes = []
+    for way in ("inline", "worker"):
+        monkeypatch.setenv("CDIST_REDUCER", way)
+        outcomes += run(body, world)
+    monkeypatch.setenv("CDIST_ARENA_BYTES", "0")
+    monkeypatch.setenv("CDIST_REDUCER", "inline")
+    outcomes += run(body, world)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+def test_a_rank_that_goes_elsewhere_is_told(monkeypatch):
+    """Also when gradients are reduced in place, where no operation waits for the other ranks' gradients."""
+    monkeypatch.setenv("CDIST_REDUCER", "inline")
+
+    def body(rank, world, elsewhere):
+        reducer, (view,) = make([(3,)], [0])
+        for step in range(4):
+            if step == 3 and rank == 1:
+                if elsewhere:
+                    with pytest.raises(cdist.DistError):
+                        cdist.all_reduce(np.ones(7))
+                return ""
+            reducer.begin(1)
+            view[...] = rank
+            reducer.ready(0)
+            if step < 3:
+                assert reducer.finish(False)
+                np.testing.assert_array_equal(view, 0.5)
+        with pytest.raises(cdist.DistError) as caught:
+            reducer.finish(False)
+        return str(caught.value)
+
+    assert "rank 1" in run(body, 2, False, group_timeout=1)[0]
+    assert "7" in run(body, 2, True, group_timeout=20)[0]
+
+
 def test_integers_are_refused():
     def body(rank, world):
         with pytest.raises(TypeError, match="int32"):

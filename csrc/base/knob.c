@@ -14,6 +14,9 @@ static const cd_knob_row rows[] = {
     {"CDIST_SIMD", "auto", "instruction set of the kernels: auto, scalar, avx2, avx512, neon"},
     {"CDIST_ARENA_BYTES", "auto",
      "shared arena per rank: auto (as much as the host has memory, at most 64G) or bytes (K, M, G); 0: none"},
+    {"CDIST_REDUCER", "auto",
+     "who reduces gradients in shared memory: inline: the threads that compute them; worker: a thread of the group; auto: inline "
+     "unless each rank of the host has a second core"},
     {"CDIST_SOCKET_IFNAME", "",
      "interface for data connections: name, prefix or CIDR, by comma; default: the route to the master"},
     {"CDIST_PORT_RANGE", "", "ports for data connections (\"20000-20100\"); default: free ports"},

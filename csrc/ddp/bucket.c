@@ -98,6 +98,14 @@ void cd_bucket_memory_retain(cd_bucket_memory *memory)
     atomic_fetch_add_explicit(&memory->references, 1, memory_order_relaxed);
 }
 
+void cd_bucket_memory_forsake(cd_bucket_memory *memory)
+{
+    if (!memory || !memory->arena)
+        return;
+    memory->arena = 0;
+    memory->borrowed = true;
+}
+
 void cd_bucket_memory_release(void *object)
 {
     cd_bucket_memory *memory = object;

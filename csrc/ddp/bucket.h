@@ -38,6 +38,8 @@ typedef struct {
  * NULL: that memory, which the caller keeps alive. One reference. Errors: CD_NO_MEMORY. */
 cd_status cd_bucket_memory_create(cd_arena *arena, size_t bytes, void *external, cd_bucket_memory **out);
 void cd_bucket_memory_retain(cd_bucket_memory *memory);
+/* Its block is never given back to the arena: other ranks may still write there. Takes NULL. */
+void cd_bucket_memory_forsake(cd_bucket_memory *memory);
 /* Takes NULL. Any thread; its type fits cd_work_set_owner. */
 void cd_bucket_memory_release(void *memory);
 

@@ -3,7 +3,8 @@
  *
  * A step is begin → ready × parameters → finish. Bucket k is launched (asynchronous all_reduces in place, one
  * for each of its pieces: see reducer.c) as soon as all gradients of a piece are ready and everything before it
- * was launched, so that all ranks launch in the same order whatever the order of gradients.
+ * was launched, so that all ranks launch in the same order whatever the order of gradients. From the second step on
+ * pieces are reduced without operations where inplace.h can: then ready() does a share of the work, and finish the rest.
  *
  * A gradient that is missing on one rank must become an error on all of them. Each bucket therefore
  * carries one more element behind its gradients, the flag: 0, or NaN from a rank that had to send zeros in
@@ -39,7 +40,7 @@ typedef struct {
 /* Bucket memory comes from the host's arena where there is one. Local: sends nothing. Retains the group.
  * Errors: CD_BAD_TYPE (integer gradients), CD_BAD_ARGUMENT (bucket_of), CD_NO_MEMORY. */
 cd_status cd_reducer_create(cd_group *group, const cd_reducer_spec *spec, cd_reducer **out);
-/* Takes NULL. Operations that are still running keep their memory. */
+/* Takes NULL. Operations that are still running keep their memory; so do other ranks that may still write there. */
 void cd_reducer_free(cd_reducer *reducer);
 
 int cd_reducer_buckets(const cd_reducer *reducer);
@@ -61,7 +62,8 @@ void cd_reducer_set_uses(cd_reducer *reducer, const int *uses);
 void cd_reducer_set_stream(cd_reducer *reducer, void *stream);
 
 /* Begins a step: all parameters become unready. If an earlier step was left by an error, waits for its
- * operations first, within patience. Errors: CD_WAIT_EXPIRED, CD_INTERRUPTED. */
+ * operations first, within patience (in place: ends it with zeros for what is missing, so that the other ranks' finish fails).
+ * Errors: CD_WAIT_EXPIRED, CD_INTERRUPTED, in place the group's. */
 cd_status cd_reducer_begin(cd_reducer *reducer, cd_step step, const cd_patience *patience);
 /* Gradient `param` lies complete in its view. Thread-safe. Errors: CD_BAD_ARGUMENT when it was ready
  * already in this step or is out of range (the caller names it); the group's. */
@@ -79,8 +81,9 @@ int cd_reducer_next_full(cd_reducer *reducer);
 cd_status cd_reducer_fill(cd_reducer *reducer, bool expected, int *filled_p);
 /* Waits until every bucket is reduced (GPU: until the stream waits for them). With CD_STEP_LOCAL: nothing.
  * Unready parameters are filled; where that was not expected the answer is CD_BAD_ARGUMENT on all ranks,
- * the gradients are not to be used, and the group lives on. Errors: that; the group's; CD_INTERRUPTED
- * (then it can be called again). */
+ * the gradients are not to be used, and the group lives on. After the first reduced step the ranks also
+ * agree on whether the next go in place. Errors: that; the group's; CD_INTERRUPTED (then it can be called
+ * again, unless in the short operations by which the ranks agree: they abort the group as any does). */
 cd_status cd_reducer_finish(cd_reducer *reducer, bool unready_expected, const cd_patience *patience);
 /* Who missed what in this step: missing[rank × count + param] = 1. Collective; after a finish that failed
  * with CD_BAD_ARGUMENT. */

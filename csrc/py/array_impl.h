@@ -1,5 +1,5 @@
-/* Shared by array.c, array_cupy.c and array_dlpack.c alone. Functions return 0, or −1 with an exception; `name` is the
- * argument's. */
+/* Shared by array.c, array_cupy.c, array_dlpack.c, and hook.c, which copies tensors, alone. Functions return 0, or −1 with an
+ * exception; `name` is the argument's. */
 #ifndef CD_PY_ARRAY_IMPL_H
 #define CD_PY_ARRAY_IMPL_H
 

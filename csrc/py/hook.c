@@ -1,5 +1,8 @@
 /* GradientHook: what torch calls for each parameter whose gradient is complete. */
+#include "py/array_impl.h"
 #include "py/reducer_impl.h"
+
+#include "simd/stream.h"
 
 #include <structmember.h>
 
@@ -10,17 +13,14 @@ typedef struct {
     cd_py_reducer *reducer;
     PyObject *view; /* of the gradient in its bucket */
     PyObject *copy; /* its bound method copy_ */
-    PyObject *dtype;
     cd_py_state *state;
-    void *place;    /* address of the view */
-    size_t bytes;   /* of the view if it is contiguous and small, otherwise 0 */
+    const cd_dl_exchange *api; /* of tensors, NULL: torch copies */
+    cd_dl_tensor place;        /* the view; shape and strides are its own */
+    size_t bytes;              /* of the view */
     int index;
-    bool link;      /* parameter.grad becomes the view */
-    bool late;      /* copied together with others (on a GPU, where each copy is a launch) */
+    bool link;                 /* parameter.grad becomes the view */
+    bool late;                 /* copied together with others (on a GPU, where each copy is a launch) */
 } hook_object;
-
-/* Up to here the call of copy_ costs more than the copy: the bytes are moved right here. Beyond it torch may use its threads. */
-#define DIRECT_BYTES ((size_t)262144)
 
 static int hook_traverse(PyObject *object, visitproc visit, void *arg)
 {
@@ -29,7 +29,6 @@ static int hook_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT((PyObject *)self->reducer);
     Py_VISIT(self->view);
     Py_VISIT(self->copy);
-    Py_VISIT(self->dtype);
     return 0;
 }
 
@@ -39,7 +38,6 @@ static int hook_clear(PyObject *object)
     Py_CLEAR(self->reducer);
     Py_CLEAR(self->view);
     Py_CLEAR(self->copy);
-    Py_CLEAR(self->dtype);
     return 0;
 }
 
@@ -64,38 +62,31 @@ static PyObject *without_graph(const hook_object *self, PyObject *grad)
     return grad;
 }
 
-/* Whether object.method() is true; an error (sparse tensors have no such layout) is a no. */
-static bool answers_true(PyObject *object, PyObject *method)
+/* Whether the elements of both lie in the same places of their memory; dimensions of extent 1 have no stride that matters. */
+static bool is_laid_out_alike(const cd_dl_tensor *a, const cd_dl_tensor *b)
 {
-    PyObject *answer = PyObject_CallMethodNoArgs(object, method);
-    bool truth = answer == Py_True;
-    Py_XDECREF(answer);
-    PyErr_Clear();
-    return truth;
+    if (a->ndim != b->ndim || a->dtype.code != b->dtype.code || a->dtype.bits != b->dtype.bits ||
+        a->dtype.lanes != b->dtype.lanes || a->device.device_type != CD_DL_CPU || (a->ndim && (!a->strides || !b->strides)))
+        return false;
+    for (int i = 0; i < a->ndim; i++)
+        if (a->shape[i] != b->shape[i] || (a->strides[i] != b->strides[i] && a->shape[i] != 1))
+            return false;
+    return true;
 }
 
-/* A plain contiguous tensor of the bucket's dtype, of small size: its bytes are moved without torch. False: not done. The shape
- * is the parameter's, which torch itself sees to. */
+/* A plain tensor of the bucket's dtype with the view's strides: its bytes are moved without torch. False: not done. */
 static bool copy_directly(const hook_object *self, PyObject *grad)
 {
-    const cd_py_state *state = self->state;
-    if (!self->bytes || Py_TYPE(grad) != Py_TYPE(self->view))
+    cd_dl_tensor given;
+    if (!self->api || Py_TYPE(grad) != Py_TYPE(self->view))
         return false;
-    PyObject *dtype = PyObject_GetAttr(grad, state->dtype_name);
-    bool same = dtype == self->dtype;
-    Py_XDECREF(dtype);
-    if (!same || !answers_true(grad, state->is_contiguous_name)) {
-        PyErr_Clear();
+    if (self->api->export_borrowed(grad, &given) < 0) {
+        PyErr_Clear(); /* sparse, without memory of its own: torch knows */
         return false;
     }
-    PyObject *address = PyObject_CallMethodNoArgs(grad, state->data_ptr_name);
-    void *from = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    if (!from || PyErr_Occurred()) {
-        PyErr_Clear();
+    if (!is_laid_out_alike(&given, &self->place))
         return false;
-    }
-    memcpy(self->place, from, self->bytes);
+    cd_stream_copy((char *)self->place.data + self->place.byte_offset, (char *)given.data + given.byte_offset, self->bytes);
     return true;
 }
 
@@ -157,50 +148,54 @@ static PyObject *hook_call(PyObject *object, PyObject *const *args, size_t nargs
     return cd_py_reducer_mark(reducer, self->index);
 }
 
-/* Size of the view if copy_directly may fill it. */
-static int direct_bytes(cd_py_state *state, PyObject *view, size_t *bytes_p)
+/* Sets api, place and bytes where copy_directly may fill the view: it has no gaps, and no lazy conjugation, of which the table
+ * does not tell. */
+static void set_direct(hook_object *hook, size_t most_bytes)
 {
-    PyObject *bytes = PyObject_GetAttrString(view, "nbytes");
-    if (!bytes)
-        return -1;
-    size_t size = PyLong_AsSize_t(bytes);
-    Py_DECREF(bytes);
-    if (PyErr_Occurred())
-        return -1;
-    *bytes_p = size <= DIRECT_BYTES && answers_true(view, state->is_contiguous_name) ? size : 0;
-    return 0;
+    const cd_dl_exchange *api = cd_py_dlpack_table(hook->state, Py_TYPE(hook->view));
+    if (!api || !api->export_borrowed || api->export_borrowed(hook->view, &hook->place) < 0) {
+        PyErr_Clear();
+        return;
+    }
+    const cd_dl_tensor *place = &hook->place;
+    size_t count = 1, reach = 1;
+    for (int i = 0; i < place->ndim; i++) {
+        count *= (size_t)place->shape[i];
+        if (place->shape[i] > 1 && place->strides)
+            reach += (size_t)(place->shape[i] - 1) * (size_t)place->strides[i];
+    }
+    hook->bytes = count * ((size_t)place->dtype.bits / 8 * place->dtype.lanes);
+    if (count == reach && place->dtype.code != CD_DL_COMPLEX && hook->bytes <= most_bytes)
+        hook->api = api;
 }
 
 PyObject *cd_py_reducer_hook(PyObject *object, PyObject *args)
 {
     cd_py_reducer *self = (cd_py_reducer *)object;
     PyObject *number, *view;
-    int link, direct, index;
-    size_t bytes = 0;
-    if (!PyArg_ParseTuple(args, "OOpp:hook", &number, &view, &link, &direct) || cd_py_reducer_index(self, number, &index) < 0)
+    int link, index;
+    Py_ssize_t direct;
+    if (!PyArg_ParseTuple(args, "OOpn:hook", &number, &view, &link, &direct) || cd_py_reducer_index(self, number, &index) < 0)
         return NULL;
     cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
     PyObject *copy = state ? PyObject_GetAttrString(view, "copy_") : NULL;
-    PyObject *dtype = copy ? PyObject_GetAttr(view, state->dtype_name) : NULL;
-    hook_object *hook = NULL;
-    if (dtype && (!direct || direct_bytes(state, view, &bytes) == 0))
-        hook = PyObject_GC_New(hook_object, (PyTypeObject *)state->gradient_hook_type);
+    hook_object *hook = copy ? PyObject_GC_New(hook_object, (PyTypeObject *)state->gradient_hook_type) : NULL;
     if (!hook) {
-        Py_XDECREF(dtype);
         Py_XDECREF(copy);
         return NULL;
     }
     hook->call = hook_call;
     hook->copy = copy;
-    hook->dtype = dtype;
     hook->state = state;
-    hook->place = cd_reducer_view(self->reducer, index);
-    hook->bytes = bytes;
+    hook->api = NULL;
+    hook->bytes = 0;
     hook->reducer = (cd_py_reducer *)Py_NewRef(object);
     hook->view = Py_NewRef(view);
     hook->index = index;
     hook->link = link != 0;
-    hook->late = !direct;
+    hook->late = direct == 0;
+    if (direct > 0)
+        set_direct(hook, (size_t)direct);
     PyObject_GC_Track(hook);
     return (PyObject *)hook;
 }
@@ -226,10 +221,5 @@ int cd_py_hook_add(PyObject *module)
     state->gradient_hook_type = PyType_FromModuleAndSpec(module, &hook_spec, NULL);
     state->grad_name = PyUnicode_InternFromString("grad");
     state->requires_grad_name = PyUnicode_InternFromString("requires_grad");
-    state->is_contiguous_name = PyUnicode_InternFromString("is_contiguous");
-    state->data_ptr_name = PyUnicode_InternFromString("data_ptr");
-    return state->gradient_hook_type && state->grad_name && state->requires_grad_name && state->is_contiguous_name &&
-                   state->data_ptr_name
-               ? 0
-               : -1;
+    return state->gradient_hook_type && state->grad_name && state->requires_grad_name ? 0 : -1;
 }

@@ -478,7 +478,8 @@ static PyMethodDef reducer_methods[] = {
     {"set_stream", reducer_set_stream, METH_O, "The CUDA stream that computes the gradients."},
     {"hook", cd_py_reducer_hook, METH_VARARGS,
      "hook(i, view, link, direct): callable(parameter) that places and marks gradient i. `link`: its grad becomes the view; "
-     "`direct`: a tensor in this process's memory; others are copied together when a bucket is full."},
+     "`direct`: up to how many bytes a gradient in CPU memory is copied without torch; 0: it lies in GPU memory, and is copied "
+     "together with others when a bucket is full."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -35,8 +35,6 @@
     X(grad_name)          /* "grad" */                                                  \
     X(requires_grad_name) /* "requires_grad" */                                         \
     X(dtype_name)         /* "dtype" */                                                 \
-    X(is_contiguous_name) /* "is_contiguous" */                                         \
-    X(data_ptr_name)      /* "data_ptr" */                                              \
     X(data_name)          /* "data" */                                                  \
     X(ptr_name)           /* "ptr" */                                                   \
     X(device_id_name)     /* "device_id" */                                             \

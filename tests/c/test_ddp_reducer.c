@@ -2,11 +2,13 @@
  * What is defined here takes the place of the real group, so that counters, order and flags are tested alone. */
 #include "check.h"
 #include "ddp/reducer.h"
+#include "base/host.h"
 #include "simd/reduce.h"
 
 #include <math.h>
+#include <stdlib.h>
 
-enum { MAX_RANKS = 4, MAX_LOG = 64 };
+enum { MAX_RANKS = 4, MAX_LOG = 64, REGION = 1 << 20 };
 
 typedef struct {
     pthread_barrier_t barrier;
@@ -14,6 +16,7 @@ typedef struct {
     const char *transport;
     const cd_op *ops[MAX_RANKS];
     float sum[1 << 20];
+    char *memory; /* a region a rank; NULL: no arena */
 } hub;
 
 struct cd_group {
@@ -21,8 +24,13 @@ struct cd_group {
     int rank;
     cd_redop redops[MAX_LOG];
     size_t counts[MAX_LOG];
-    int issued, fail_at;
+    int issued, met, fail_at;
+    cd_arena arena;
+    size_t arena_used;
+    int freed; /* blocks given back */
 };
+
+#define TIMEOUT_NS (UINT64_C(60) * CD_NS_PER_S)
 
 struct cd_work {
     void *owner;
@@ -54,7 +62,14 @@ static void meet(cd_group *g, const cd_op *op)
 
 cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_work **out)
 {
-    CHECK(timeout_ns == 5 && op->kind == CD_ALL_REDUCE && op->dtype == CD_FLOAT32);
+    CHECK(timeout_ns == TIMEOUT_NS && op->kind == CD_ALL_REDUCE);
+    if (op->dtype == CD_UINT8) { /* finish waits for a rank that is behind */
+        g->met++;
+        pthread_barrier_wait(&g->hub->barrier);
+        *out = calloc(1, sizeof **out);
+        return CD_OK;
+    }
+    CHECK(op->dtype == CD_FLOAT32);
     if (g->fail_at == g->issued)
         return cd_fail(CD_PEER_LOST, "rank 1 is lost");
     g->redops[g->issued % MAX_LOG] = op->redop;
@@ -67,6 +82,11 @@ cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_w
 cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
 {
     (void)patience;
+    if (op->dtype == CD_UINT8 && op->kind == CD_ALL_REDUCE) {
+        g->met++;
+        pthread_barrier_wait(&g->hub->barrier);
+        return CD_OK;
+    }
     meet(g, op);
     return CD_OK;
 }
@@ -74,12 +94,36 @@ cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
 cd_group *cd_group_retain(cd_group *g) { return g; }
 void cd_group_release(cd_group *g) { (void)g; }
 int cd_group_size(const cd_group *g) { return g->hub->ranks; }
-uint64_t cd_group_timeout_ns(const cd_group *g) { (void)g; return 5; }
-cd_world *cd_group_world(cd_group *g) { (void)g; return 0; }
+int cd_group_rank(const cd_group *g) { return g->rank; }
+uint64_t cd_group_timeout_ns(const cd_group *g) { (void)g; return TIMEOUT_NS; }
+/* The group is its world. */
+cd_world *cd_group_world(cd_group *g) { return (cd_world *)(void *)g; }
+int cd_world_local_size(const cd_world *w) { return ((const cd_group *)(const void *)w)->hub->ranks; }
 const char *cd_group_transport(const cd_group *g) { return g->hub->transport; }
-cd_arena *cd_world_arena(cd_world *w) { (void)w; return 0; }
-cd_status cd_arena_alloc(cd_arena *a, size_t bytes, void **out) { (void)a; (void)bytes; (void)out; return CD_NO_MEMORY; }
-void cd_arena_release(cd_arena *a, void *block) { (void)a; (void)block; }
+cd_arena *cd_world_arena(cd_world *w)
+{
+    cd_group *g = (cd_group *)(void *)w;
+    return g->hub->memory ? &g->arena : 0;
+}
+
+static cd_group *owner_of(cd_arena *a)
+{
+    return (cd_group *)(void *)((char *)a - offsetof(cd_group, arena));
+}
+
+cd_status cd_arena_alloc(cd_arena *a, size_t bytes, void **out)
+{
+    cd_group *g = owner_of(a);
+    CHECK(g->arena_used + bytes + CD_LINE <= REGION);
+    *out = cd_arena_at(a, a->local, g->arena_used);
+    g->arena_used += (bytes + CD_LINE - 1) / CD_LINE * CD_LINE;
+    return CD_OK;
+}
+void cd_arena_release(cd_arena *a, void *block)
+{
+    CHECK(block);
+    owner_of(a)->freed++;
+}
 cd_status cd_work_wait(cd_work *w, const cd_patience *p) { (void)w; (void)p; return CD_OK; }
 cd_status cd_work_join_stream(cd_work *w, void *s, const cd_patience *p) { (void)w; (void)s; (void)p; return CD_OK; }
 void cd_work_set_owner(cd_work *w, void *owner, void (*release)(void *)) { w->owner = owner; w->release = release; }
@@ -87,20 +131,31 @@ void cd_work_release(cd_work *w)
 {
     if (!w)
         return;
-    w->release(w->owner);
+    if (w->release)
+        w->release(w->owner);
     free(w);
 }
 
 static void multiply(void *out, const void *const *in, int inputs, size_t count, double factor)
 {
-    CHECK(inputs == 1);
+    for (size_t i = 0; i < count; i++) {
+        float sum = 0;
+        for (int k = 0; k < inputs; k++)
+            sum += ((const float *)in[k])[i] * (float)factor;
+        ((float *)out)[i] = sum;
+    }
+}
+static void average(void *out, const void *const *in, int inputs, size_t count, double factor)
+{
+    CHECK(factor == 1.0);
+    multiply(out, in, inputs, count, 1.0);
     for (size_t i = 0; i < count; i++)
-        ((float *)out)[i] = ((const float *)in[0])[i] * (float)factor;
+        ((float *)out)[i] /= (float)inputs;
 }
 cd_reduce_func cd_reduce_find(cd_redop redop, cd_dtype dtype)
 {
-    CHECK(redop == CD_PREMUL_SUM && dtype == CD_FLOAT32);
-    return multiply;
+    CHECK(dtype == CD_FLOAT32 && (redop == CD_PREMUL_SUM || redop == CD_SUM || redop == CD_AVG));
+    return redop == CD_AVG ? average : multiply;
 }
 
 /* Five gradients of 1…5 elements in three buckets, the last parameters first. */
@@ -130,15 +185,16 @@ static void check_value(cd_reducer *r, int param, float value)
         CHECK(fabsf(((float *)cd_reducer_view(r, param))[i] - value) < 1e-6f);
 }
 
-static void run_over(const char *transport, int ranks, void (*body)(cd_group *))
+static void run_with(const char *transport, char *memory, int ranks, void (*body)(cd_group *))
 {
     static hub h;
-    h = (hub){.ranks = ranks, .transport = transport};
+    h = (hub){.ranks = ranks, .transport = transport, .memory = memory};
     pthread_barrier_init(&h.barrier, 0, (unsigned)ranks);
     cd_group groups[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
     for (int r = 0; r < ranks; r++) {
         groups[r] = (cd_group){.hub = &h, .rank = r, .fail_at = -1};
+        groups[r].arena = (cd_arena){.base = memory, .region_bytes = REGION, .ranks = ranks, .local = r};
         CHECK(pthread_create(&threads[r], 0, (void *(*)(void *))(void *)body, &groups[r]) == 0);
     }
     for (int r = 0; r < ranks; r++)
@@ -146,9 +202,23 @@ static void run_over(const char *transport, int ranks, void (*body)(cd_group *))
     pthread_barrier_destroy(&h.barrier);
 }
 
+static void run_over(const char *transport, int ranks, void (*body)(cd_group *))
+{
+    run_with(transport, 0, ranks, body);
+}
+
 static void run_on_ranks(int ranks, void (*body)(cd_group *))
 {
     run_over("tcp", ranks, body);
+}
+
+/* In memory that all ranks see. */
+static void run_inplace(int ranks, void (*body)(cd_group *))
+{
+    char *memory = aligned_alloc(4096, (size_t)ranks * REGION);
+    CHECK(memory);
+    run_with("shm", memory, ranks, body);
+    free(memory);
 }
 
 /* Gradients come in a different order on each rank; buckets are launched 0, 1, 2 all the same. */
@@ -377,8 +447,88 @@ static void body_pieces(cd_group *g)
     cd_reducer_free(r);
 }
 
+/* From the second step on nothing is issued: two meetings a step, whatever the order of gradients, a slow rank, threads. */
+static void body_inplace(cd_group *g)
+{
+    cd_patience patience = {.deadline = CD_NEVER};
+    enum { COUNT = 22, EACH = 2500 };
+    cd_reducer_param params[COUNT];
+    int buckets[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        params[i] = (cd_reducer_param){EACH + (size_t)i, CD_FLOAT32, CD_CPU};
+        buckets[i] = i / 3;
+    }
+    cd_reducer *r;
+    CHECK_OK(cd_reducer_create(g, &(cd_reducer_spec){params, COUNT, buckets, 8, CD_REDUCE_MEAN, 0, 0}, &r));
+    int first_issued = 0;
+    for (int step = 0; step < 40; step++) {
+        bool behind = step == 20 && g->rank == 0; /* longer than finish looks by itself */
+        cd_reducer_set_divisor(r, step % 2 ? 4.0 : (double)g->hub->ranks);
+        cd_reducer_set_scale(r, step % 3 ? 1.0 : 2.0);
+        CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+        if (behind)
+            cd_sleep_ns(120 * CD_NS_PER_MS);
+        for (int i = 0; i < COUNT; i++) {
+            int param = (i * (g->rank * 2 + 1) + step * 3) % COUNT;
+            float *view = cd_reducer_view(r, param);
+            for (int k = 0; k < EACH + param; k++)
+                view[k] = (float)(param + step + 8 * g->rank + k % 7);
+            CHECK_OK(cd_reducer_ready(r, param));
+        }
+        CHECK_OK(cd_reducer_finish(r, false, &patience));
+        float ranks = (float)g->hub->ranks, scale = step % 3 ? 1.0f : 2.0f, divisor = step % 2 ? 4.0f : ranks;
+        for (int i = 0; i < COUNT; i++)
+            for (int k = 0; k < EACH + i; k++) {
+                float sum = ranks * (float)(i + step + k % 7) + 8 * ranks * (ranks - 1) / 2;
+                CHECK(fabsf(((float *)cd_reducer_view(r, i))[k] - sum * scale / divisor) < 1e-3f);
+            }
+        if (step == 0)
+            first_issued = g->issued;
+        CHECK(g->issued == first_issued && g->met == 2 * step);
+    }
+    uint64_t sent, bytes;
+    cd_reducer_launched(r, &sent, &bytes);
+    CHECK(sent == 40 * 8);
+    cd_reducer_free(r);
+    CHECK(g->freed == 8);
+}
+
+/* A step that one rank begins anew after some of its gradients went out fails on all ranks; the next is right. A step of which
+ * nothing went out can be begun anew. */
+static void body_inplace_begun_anew(cd_group *g)
+{
+    cd_patience patience = {.deadline = CD_NEVER};
+    cd_reducer *r = make_reducer(g, CD_REDUCE_MEAN);
+    for (int step = 0; step < 5; step++) {
+        CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+        bool breaks = step == 2 && g->rank == 1, restarts = step == 3 && g->rank == 1;
+        if (restarts) {
+            put(r, 0, 100.0f);
+            CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+        }
+        for (int i = 4; i >= (breaks ? 2 : 0); i--)
+            put(r, i, 6.0f);
+        if (breaks)
+            continue;
+        CHECK(cd_reducer_finish(r, false, &patience) == (step == 2 ? CD_BAD_ARGUMENT : CD_OK));
+        check_value(r, 4, 6.0f);
+    }
+    /* Freed in the middle of a step: the others may still write there. */
+    CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
+    put(r, 4, 1.0f);
+    put(r, 3, 1.0f);
+    cd_reducer_free(r);
+    CHECK(g->freed == 0);
+}
+
 int main(void)
 {
+    setenv("CDIST_REDUCER", "inline", 1);
+    for (int ranks = 2; ranks <= 4; ranks++) {
+        run_inplace(ranks, body_inplace);
+        run_inplace(ranks, body_inplace_begun_anew);
+        run_inplace(ranks, body_missing);
+    }
     for (int ranks = 1; ranks <= 4; ranks++) {
         run_on_ranks(ranks, body_order);
         run_on_ranks(ranks, body_modes);

@@ -6,6 +6,7 @@ while backward goes on; a callback at the end of backward waits for them. The en
 Python for unused parameters.
 """
 
+import sys
 import weakref
 
 import numpy as np
@@ -36,6 +37,7 @@ from cdist.parallel.torch_parts import (
     bucket_tensors,
     name_of,
     reached_parameters,
+    tensors_in,
     to_device,
     view_like,
 )
@@ -45,6 +47,7 @@ from cdist.parallel.verify import agree_on_parameters
 NOTHING_TO_TRAIN = (
     "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
 )
+DIRECT_BYTES = 256 << 10  # up to here a call of torch's copy costs more than the copying
 # Modules whose gradients are not fit to step on: looked at by every optimizer's step.
 _unfit = weakref.WeakSet()
 
@@ -254,13 +257,15 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         dtypes = [self._gradient_dtype(self._params[inside[0]]) for inside in members]
         self._bucket_tensors = bucket_tensors(reducer, dtypes, self._memory)
         self._views, self._hook_handles = [], []
+        # Where torch has threads for it, it copies what is large.
+        direct = DIRECT_BYTES if torch.get_num_threads() > 1 else sys.maxsize
         for index, p in enumerate(self._params):
             bucket, offset = reducer.place(index)
             flat = self._bucket_tensors[bucket]
             start = offset // flat.element_size()
             self._views.append(view_like(flat[start : start + p.numel()], p.detach()))
             link = self.gradient_as_bucket_view and self._low is None
-            hook = reducer.hook(index, self._views[index], link, p.device.type == "cpu")
+            hook = reducer.hook(index, self._views[index], link, direct if p.device.type == "cpu" else 0)
             self._hook_handles.append(p.register_post_accumulate_grad_hook(hook))
 
     def _remove_autograd_hooks(self):
@@ -290,8 +295,6 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         if grad:
             self._check_fit()
             self._times.forward_begins()
-        if self._low is not None:
-            self._low.leave()
         self._announce()
         if grad and self.require_backward_grad_sync and self._sync.wants_replan() and self._may_replan():
             self._replan()
@@ -316,14 +319,16 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         dtype = self._low.param_dtype
         if dtype is not None:
             inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
+        keep = self._low.entered
         self._low.enter()
-        keep = False
         try:
             output = self.module(*inputs, **kwargs)
-            keep = grad
+            keep = keep or grad
         finally:
             if not keep:
                 self._low.leave()
+        if grad:
+            self._low.enter_for_backward(tensors_in(output))
         return output
 
     def _may_replan(self):
