@@ -244,12 +244,19 @@ static PyObject *abort_group(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *announce_death(PyObject *object, PyObject *why)
+/* Who dies of another rank's loss is not to blame: the cause of all is that loss. */
+static PyObject *announce_death(PyObject *object, PyObject *args)
 {
     cd_py_group *self = (cd_py_group *)object;
-    const char *text = PyUnicode_AsUTF8(why);
-    if (!text)
+    const char *text;
+    int lost = -1;
+    if (!PyArg_ParseTuple(args, "s|i:_announce_death", &text, &lost))
         return NULL;
+    if (self->group && lost >= 0 && lost != self->world_rank) {
+        cd_error error = {.code = CD_PEER_LOST, .rank = lost};
+        PyOS_snprintf(error.text, sizeof error.text, "%s", text);
+        cd_group_abort(self->group, &error);
+    }
     if (self->world)
         cd_world_announce_death(self->world, text);
     Py_RETURN_NONE;
@@ -443,7 +450,8 @@ static PyMethodDef methods[] = {
      "shutdown($self, /)\n--\n\nCloses this rank's end: later calls fail, running ones end with AbortedError."},
     {"set_timeout", set_timeout, METH_O,
      "set_timeout($self, timeout, /)\n--\n\nDefault timeout of later operations: a timedelta or seconds."},
-    {"_announce_death", announce_death, METH_O, "Tells all peers why this rank goes."},
+    {"_announce_death", announce_death, METH_VARARGS,
+     "_announce_death(why, lost=-1): tells all peers why this rank goes; lost: of whose loss it dies."},
     {"_pending", count_pending, METH_NOARGS, "Asynchronous operations under way (messages: of all groups, by the default one)."},
     {"_drain", drain_group, METH_O, "_drain(seconds): lets queued operations and sends end."},
     {"_untold", count_untold, METH_NOARGS, "(number, first as text) of failed sends that nobody waited for."},

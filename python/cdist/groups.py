@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from cdist import _core, backends, dump_signal
 from cdist.backends import Backend, BackendConfig
-from cdist.errors import DistStoreError
+from cdist.errors import DistStoreError, PeerLostError
 from cdist.process_group import GroupMember, ProcessGroup
 
 __all__ = [
@@ -256,7 +256,8 @@ def _install_hooks(rank):
         world = _core._get_default_group()
         if world is not None:
             with contextlib.suppress(Exception):
-                world._announce_death(f"rank {rank} ended with {kind.__name__}: {error}"[:900])
+                lost = error.rank if isinstance(error, PeerLostError) and error.rank is not None else -1
+                world._announce_death(f"rank {rank} ended with {kind.__name__}: {error}"[:900], lost)
             if os.environ.get("CDIST_DUMP_DIR"):
                 from cdist.recorder import dump_uncaught
 

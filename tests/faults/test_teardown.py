@@ -1,5 +1,7 @@
 """Teardown, init again, abort, exit, fork: cases K88 to K95."""
 
+import contextlib
+import io
 import os
 import random
 import signal
@@ -170,6 +172,28 @@ def test_exit_without_destroy_is_quiet(tmp_path, ending, pending):
         assert len(lines) == (bool(pending) and rank == 0)
         assert all(f"{pending} asynchronous operation(s) were not complete" in line for line in lines)
     assert seconds < 10
+
+
+def _chain(rank, world):
+    cdist.barrier()
+    if rank == 2:
+        return None
+    try:
+        cdist.recv(np.ones(1), rank + 1)
+    except cdist.PeerLostError as error:
+        if rank == 0:
+            return error.rank, str(error)
+        with contextlib.redirect_stderr(io.StringIO()):
+            sys.excepthook(type(error), error, error.__traceback__)  # uncaught
+        os._exit(1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_dies_of_anothers_leaving_is_not_blamed(transport):
+    """Messages alone: rank 2 left, rank 1 waits for it and dies of that, rank 0 waits for rank 1."""
+    (blamed, text), _, _ = run(_chain, 3, transport=transport, allow_failures=True)
+    assert blamed == 2, text
+    assert "rank 1 ended with PeerLostError" in text
 
 
 def _leave_early(rank, world):
