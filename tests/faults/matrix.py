@@ -259,6 +259,8 @@ def _rank_main(rank, world, cell, places):
     """One rank: ("raised", class, rank blamed, text, seconds since the strike, class of the next call's
     error, seconds that destroy took), or ("went on", rounds)."""
     call = CALLS[cell["call"]]
+    # Of the store's server too: its end of the connections of ranks that were forked before this one.
+    cell["inherited"] = {f"socket:[{os.stat(f'/proc/self/fd/{n}').st_ino}]" for n in _descriptors()}
     if places:
         places[HOST_OF[rank]].enter()
     _init(rank, world, cell)
@@ -351,9 +353,8 @@ class Place:
         """Run one cell; return (problems, {rank: seconds from the strike to the exception})."""
         _shared[:16] = bytes(16)
         self._cells += 1
-        inherited = {f"socket:[{os.stat(f'/proc/self/fd/{n}').st_ino}]" for n in _descriptors()}
         cell = {"fault": fault, "call": call, "victim": victim, "transport": self.transport}
-        cell |= {"store": self.store, "name": str(self._cells), "inherited": inherited}
+        cell |= {"store": self.store, "name": str(self._cells)}
         cutting = _cut_later(self.places[1]) if fault == "lost host" else None
         if fault == "SIGSTOP":
             _thaw_later(_THAW_AFTER.get(call, FROZEN_TIMEOUT + 0.8))
