@@ -239,6 +239,7 @@ cd_status cd_gpu_event_join_stream(cd_event *event, void *stream)
     if (atomic_load_explicit(&event->state, memory_order_acquire) == CD_EVENT_PENDING)
         return cd_fail(CD_BAD_ARGUMENT, "%s belongs to a coalesced group that has not ended yet",
                        cd_kind_name((cd_kind)event->op.kind));
+    CD_TRY(cd_cause_check(b->team->cause)); /* published a moment before the abort */
     if (atomic_load_explicit(&b->aborted, memory_order_acquire))
         return cd_gpu_cause(b);
     bool pushed;
