@@ -943,7 +943,7 @@ def test_wrong_arguments():
         for kwargs, kind, text in (
             ({"device_ids": [0, 1]}, ValueError, "device_ids can only be None or contain a single element"),
             ({"device_ids": [0]}, ValueError, "only work with single-device/multiple-device GPU modules"),
-            ({"output_device": 0}, ValueError, "only work with"),
+            ({"output_device": 1}, ValueError, "only work with"),
             ({"delay_all_reduce_named_params": []}, ValueError, "set at the same time"),
             ({"reduce": "median"}, ValueError, "reduce must be"),
         ):

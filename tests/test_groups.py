@@ -206,7 +206,7 @@ def test_several_subgroups_at_once():
 def _mesh(rank, world):
     mesh = cdist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert (mesh.shape, mesh.size(), mesh.size(0), mesh.ndim) == ((2, 2), 4, 2, 2)
-    assert mesh.get_coordinate() == [rank // 2, rank % 2]
+    assert mesh.get_coordinate() == (rank // 2, rank % 2)
     assert mesh.get_local_rank("tp") == rank % 2
     x = np.full(1, float(rank))
     cdist.all_reduce(x, group=mesh.get_group("dp"))

@@ -254,6 +254,14 @@ static int refuse_object(PyObject *object, const char *name)
                      name, object, Py_TYPE(object)->tp_name);
         return -1;
     }
+    if (PyList_Check(object) || PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError,
+                     "Invalid function argument. Expected parameter `%s` of type numpy.ndarray, torch.Tensor or another array, "
+                     "but got %s instead: numbers go as numpy.array(x), several arrays one by one, other objects through "
+                     "all_gather_object and its siblings",
+                     name, Py_TYPE(object)->tp_name);
+        return -1;
+    }
     PyErr_Format(PyExc_TypeError,
                  "Invalid function argument. Expected parameter `%s` of type numpy.ndarray, torch.Tensor or another array "
                  "(DLPack, array interface or buffer protocol), but got %s instead.",
@@ -321,36 +329,6 @@ int cd_py_array_stream(cd_py_state *state, PyObject *object, int device_index, v
 }
 
 /* -------------------------------------------------------------------------------------------------------- questions */
-
-static void find_extent(const cd_py_array *array, uintptr_t *low_p, uintptr_t *high_p)
-{
-    uintptr_t low = (uintptr_t)array->span.data;
-    uintptr_t high = low + array->span.item_bytes;
-    if (!array->span.dims) {
-        *low_p = low;
-        *high_p = low + array->span.count * array->span.item_bytes;
-        return;
-    }
-    for (int i = 0; i < array->dims.ndim; i++) {
-        ptrdiff_t reach = (ptrdiff_t)(array->dims.shape[i] - 1) * array->dims.strides[i];
-        if (reach < 0)
-            low -= (uintptr_t)-reach;
-        else
-            high += (uintptr_t)reach;
-    }
-    *low_p = low;
-    *high_p = high;
-}
-
-bool cd_py_array_overlaps(const cd_py_array *a, const cd_py_array *b)
-{
-    if (a->span.count == 0 || b->span.count == 0 || a->device != b->device)
-        return false;
-    uintptr_t a_low, a_high, b_low, b_high;
-    find_extent(a, &a_low, &a_high);
-    find_extent(b, &b_low, &b_high);
-    return a_low < b_high && b_low < a_high;
-}
 
 bool cd_py_array_same_shape(const cd_py_array *a, const cd_py_array *b)
 {

@@ -36,7 +36,7 @@ static inline void cd_py_array_release(cd_py_array *array)
 }
 /* The current stream of the framework that `array` comes from, asked again. */
 int cd_py_array_stream(cd_py_state *state, PyObject *object, int device_index, void **stream_p);
-/* True when the memory of both may overlap (compares the extents). */
+/* True when the two share memory. In doubt, after many tries, true. */
 bool cd_py_array_overlaps(const cd_py_array *a, const cd_py_array *b);
 /* True when the shapes are the same. */
 bool cd_py_array_same_shape(const cd_py_array *a, const cd_py_array *b);

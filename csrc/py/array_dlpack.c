@@ -59,6 +59,29 @@ static int read_dl_tensor(const cd_dl_tensor *dl, const char *name, cd_py_array 
     return 0;
 }
 
+/* What torch's tensors without plain memory are, and what to do; NULL for others. */
+static const char *find_remedy(PyObject *object)
+{
+    static const struct {
+        const char *attribute, *text;
+    } kinds[] = {
+        {"is_sparse", "it is sparse; pass its indices and values, or tensor.to_dense()"},
+        {"is_sparse_csr", "it is sparse; pass its parts, or tensor.to_dense()"},
+        {"is_meta", "it is a meta tensor, a shape without values; make it on a device"},
+        {"is_quantized", "it is quantized; pass tensor.int_repr() or tensor.dequantize()"},
+        {"is_nested", "it is nested; pass its tensors one by one"},
+    };
+    const char *found = NULL;
+    for (size_t i = 0; !found && i < sizeof kinds / sizeof *kinds; i++) {
+        PyObject *truth = PyObject_GetAttrString(object, kinds[i].attribute);
+        if (truth == Py_True)
+            found = kinds[i].text;
+        Py_XDECREF(truth);
+        PyErr_Clear();
+    }
+    return found;
+}
+
 /* The framework's text can be pages of C++ frames: its first line becomes ours. */
 static int refuse_export(PyObject *object, const char *name)
 {
@@ -68,8 +91,11 @@ static int refuse_export(PyObject *object, const char *name)
     const char *why = text ? PyUnicode_AsUTF8(text) : NULL;
     if (!why)
         why = "no reason given";
+    const char *remedy = find_remedy(object);
     char line[200];
     snprintf(line, sizeof line, "%.*s", (int)strcspn(why, "\n"), why);
+    if (remedy)
+        snprintf(line, sizeof line, "%s", remedy);
     PyErr_Clear();
     PyErr_Format(PyExc_TypeError, "parameter `%s` (%s) has no memory that can be sent: %s", name, Py_TYPE(object)->tp_name,
                  line);

@@ -40,12 +40,17 @@ static int fit_own(cd_py_call *call, cd_py_array *tensor, const cd_py_list *list
     return 0;
 }
 
-static int fit_disjoint(const cd_py_call *call, const cd_py_list *outputs)
+static int fit_disjoint(const cd_py_call *call, const cd_py_list *outputs, const char *name)
 {
     for (int i = 0; i < outputs->count; i++)
         for (int j = 0; j < i; j++)
-            if (cd_py_call_disjoint(call, &outputs->items[i], &outputs->items[j]) < 0)
+            if (cd_py_array_overlaps(&outputs->items[i], &outputs->items[j])) {
+                PyErr_Format(PyExc_ValueError,
+                             "%s: entries %d and %d of `%s` share memory, but each rank's data needs a place of its own "
+                             "([x] * n is n times the same array: write [numpy.empty_like(x) for _ in range(n)])",
+                             call->function, j, i, name);
                 return -1;
+            }
     return 0;
 }
 
@@ -54,7 +59,7 @@ CD_PY_FUNCTION(all_gather)
     CD_PY_BEGIN("all_gather", 2, 2, 3, 4, "tensor_list", "tensor", "group", "async_op", "timeout");
     cd_py_array *tensor = cd_py_call_array(&call, a[1], "tensor", CD_PY_INPUT);
     cd_py_list *list = tensor ? cd_py_call_list(&call, a[0], "tensor_list", CD_PY_OUTPUT) : NULL;
-    bool ok = list && fit_own(&call, tensor, list, "tensor_list") == 0 && fit_disjoint(&call, list) == 0;
+    bool ok = list && fit_own(&call, tensor, list, "tensor_list") == 0 && fit_disjoint(&call, list, "tensor_list") == 0;
     if (ok) {
         call.op.kind = CD_ALL_GATHER;
         call.op.in = cd_py_blocks_of_span(&call.spans[0]);
@@ -105,11 +110,18 @@ CD_PY_FUNCTION(all_gather_base)
 
 /* --------------------------------------------------------------------------------------------------- gather, scatter */
 
+/* Programs for torch pass an empty list where there is none. */
+static bool is_list_given(PyObject *list)
+{
+    bool is_empty = list && (PyList_Check(list) || PyTuple_Check(list)) && PySequence_Fast_GET_SIZE(list) == 0;
+    return cd_py_is_given(list) && !is_empty;
+}
+
 /* The list belongs to the root alone. */
 static int check_root_list(const cd_py_call *call, PyObject *list, const char *name, const char *place)
 {
     bool is_root = call->op.root == call->group->rank;
-    if (is_root == cd_py_is_given(list))
+    if (is_root == is_list_given(list))
         return 0;
     if (is_root)
         PyErr_Format(PyExc_ValueError, "%s: Argument ``%s`` must be specified on %s rank.", call->function, name, place);
@@ -129,7 +141,7 @@ CD_PY_FUNCTION(gather)
     ok = tensor != NULL;
     if (ok && call.op.root == call.group->rank) {
         cd_py_list *list = cd_py_call_list(&call, a[1], "gather_list", CD_PY_OUTPUT);
-        ok = list && fit_own(&call, tensor, list, "gather_list") == 0 && fit_disjoint(&call, list) == 0;
+        ok = list && fit_own(&call, tensor, list, "gather_list") == 0 && fit_disjoint(&call, list, "gather_list") == 0;
         if (ok)
             call.op.out = cd_py_blocks_of_list(list);
     }
@@ -173,7 +185,7 @@ CD_PY_FUNCTION(all_to_all)
     CD_PY_BEGIN("all_to_all", 2, 2, 3, 4, "output_tensor_list", "input_tensor_list", "group", "async_op", "timeout");
     cd_py_list *in = cd_py_call_list(&call, a[1], "input_tensor_list", CD_PY_INPUT);
     cd_py_list *out = in ? cd_py_call_list(&call, a[0], "output_tensor_list", CD_PY_OUTPUT) : NULL;
-    bool ok = out && fit_disjoint(&call, out) == 0;
+    bool ok = out && fit_disjoint(&call, out, "output_tensor_list") == 0;
     for (int i = 0; ok && i < in->count; i++)
         for (int j = 0; ok && j < out->count; j++)
             ok = cd_py_call_disjoint(&call, &in->items[i], &out->items[j]) == 0;

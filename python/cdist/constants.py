@@ -151,6 +151,9 @@ class DebugLevel(enum.IntEnum):
     INFO = 1
     DETAIL = 2
 
+    def __str__(self):
+        return f"DebugLevel.{self.name}"
+
 
 def _level_from_env() -> DebugLevel:
     name = os.environ.get("TORCH_DISTRIBUTED_DEBUG") or os.environ.get("CDIST_DEBUG") or "OFF"

@@ -26,7 +26,9 @@ class DeviceMesh:
 
     """
 
-    def __init__(self, device_type, mesh=None, *, mesh_dim_names=None, backend_override=None, _groups=None):
+    def __init__(
+        self, device_type, mesh=None, *, mesh_dim_names=None, backend_override=None, _groups=None, _root=None
+    ):
         self.device_type = device_type
         if mesh is None:
             mesh = numpy.arange(groups.get_world_size())
@@ -41,9 +43,10 @@ class DeviceMesh:
         if self.mesh.size and (self.mesh.max() >= groups.get_world_size() or self.mesh.min() < 0):
             raise RuntimeError(f"Mesh should not be bigger than default world size {groups.get_world_size()}")
         place = numpy.argwhere(self.mesh == groups.get_rank())
-        self._coordinate = place[0].tolist() if len(place) else None
+        self._coordinate = tuple(place[0].tolist()) if len(place) else None
         self._groups = self._make_groups(backend_override or {}) if _groups is None else _groups
         self._flattened: dict = {}
+        self._root = self if _root is None else _root  # what flattened meshes are known to by name
 
     def _name(self, dim):
         return self.mesh_dim_names[dim] if self.mesh_dim_names else None
@@ -93,8 +96,8 @@ class DeviceMesh:
             if self.ndim != 1:
                 raise RuntimeError(f"the mesh has {self.ndim} dimensions: say which one (mesh_dim)")
             mesh_dim = 0
-        if mesh_dim in self._flattened:
-            return self._flattened[mesh_dim].get_group()
+        if isinstance(mesh_dim, str) and (flat := self._find_flattened(mesh_dim)) is not None:
+            return flat.get_group()
         return self._groups[self._dim(mesh_dim)]
 
     def get_all_groups(self) -> list:
@@ -116,14 +119,14 @@ class DeviceMesh:
         return self._coordinate[self._dim(mesh_dim)]
 
     def get_coordinate(self):
-        """Return this rank's place as a list, or None outside the mesh."""
+        """Return this rank's place as a tuple, or None outside the mesh."""
         return self._coordinate
 
     def __getitem__(self, names):
         """Return the mesh of the given dimension names that this rank is in."""
         names = (names,) if isinstance(names, str) else tuple(names)
-        if len(names) == 1 and names[0] in self._flattened:
-            return self._flattened[names[0]]
+        if len(names) == 1 and (flat := self._find_flattened(names[0])) is not None:
+            return flat
         dims = [self._dim(name) for name in names]
         if dims != sorted(set(dims)):
             raise KeyError(
@@ -133,18 +136,25 @@ class DeviceMesh:
             raise RuntimeError("this rank is not in the mesh")
         at = tuple(slice(None) if dim in dims else self._coordinate[dim] for dim in range(self.ndim))
         return DeviceMesh(
-            self.device_type, self.mesh[at], mesh_dim_names=names, _groups=[self._groups[d] for d in dims]
-        )
+            self.device_type, self.mesh[at], mesh_dim_names=names, _groups=[self._groups[d] for d in dims],
+            _root=self._root,
+        )  # fmt: skip
+
+    def _find_flattened(self, name):
+        if self.mesh_dim_names and name in self.mesh_dim_names:
+            return None
+        return self._flattened.get(name, self._root._flattened.get(name))
 
     def _flatten(self, mesh_dim_name=None):
-        """Return this mesh as one dimension, with a group of all its ranks."""
+        """Return this mesh as one dimension, with a group of all its ranks; the root knows it by its name."""
         name = mesh_dim_name or "_".join(self.mesh_dim_names or map(str, range(self.ndim)))
         if name not in self._flattened:
             ranks = self.mesh.ravel()
             made = new_group(ranks.tolist(), group_desc=f"mesh_{name}", sort_ranks=False)
             self._flattened[name] = DeviceMesh(
-                self.device_type, ranks, mesh_dim_names=(name,), _groups=[made]
+                self.device_type, ranks, mesh_dim_names=(name,), _groups=[made], _root=self._root
             )
+            self._root._flattened[name] = self._flattened[name]
         return self._flattened[name]
 
     @staticmethod

@@ -377,6 +377,15 @@ def _given(group):
     return group
 
 
+def _known(group):
+    group = _given(group)
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"Group {group!r} is not registered, please create group with torch.distributed.new_group API"
+        )
+    return group
+
+
 def _is_outside(group):
     return isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER
 
@@ -392,13 +401,13 @@ def _registered(group):
 def get_rank(group=None) -> int:
     """Return this process's rank in the group, −1 outside it."""
     _default()
-    return -1 if _is_outside(group) else _given(group).rank()
+    return -1 if _is_outside(group) else _known(group).rank()
 
 
 def get_world_size(group=None) -> int:
     """Return the number of ranks of the group, −1 outside it."""
     _default()
-    return -1 if _is_outside(group) else _given(group).size()
+    return -1 if _is_outside(group) else _known(group).size()
 
 
 def get_backend(group=None) -> Backend:
@@ -435,8 +444,19 @@ def set_timeout(timeout, group=None) -> None:
 
 
 def get_process_group_ranks(group) -> list:
-    """Return the global ranks of a group, in the order of group ranks."""
-    return list(_given(group)._ranks)
+    """Return the global ranks of a group, in the order of group ranks.
+
+    Raises:
+        ValueError: no group, or the mark of one that the caller is not in (GroupMember.NON_GROUP_MEMBER).
+
+    """
+    group = _given(group)
+    if _is_outside(group):
+        raise ValueError(
+            f"Invalid process group specified: rank {get_rank()} is not in it, and what new_group gave is "
+            "the mark NON_GROUP_MEMBER, which does not know the ranks: keep the list that new_group was given"
+        )
+    return list(_known(group)._ranks)
 
 
 def get_group_rank(group, global_rank: int) -> int:

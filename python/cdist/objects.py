@@ -155,6 +155,19 @@ def _outline(message, group, function):
     return headers
 
 
+def _check_places(function, name, places, group):
+    if not isinstance(places, list):
+        raise TypeError(
+            f"{function}: {name} must be a list with a place for each rank ([None] * {group.size()}), not "
+            f"{type(places).__name__}"
+        )
+    size = group.size()
+    if len(places) < size:
+        raise ValueError(
+            f"{function}: {name} has {len(places)} places for {size} ranks: pass [None] * {size}"
+        )
+
+
 def _load_all(streams, buffers, weights_only):
     return [_load(stream, parts, weights_only) for stream, parts in zip(streams, buffers, strict=True)]
 
@@ -163,13 +176,13 @@ def all_gather_object(object_list, obj, group=None, weights_only=False) -> None:
     """Gather a picklable object of each rank into the list of all.
 
     Args:
-        object_list: a list as long as the group; filled in rank order.
+        object_list: a list with a place for each rank, filled in rank order; further places stay as they are.
         obj: this rank's object.
         group: the ranks that take part; None is the default group.
         weights_only: unpickle numbers, text, containers and NumPy arrays only.
 
     Raises:
-        ValueError: wrong length of the list.
+        ValueError: the list is too short.
         DistError: a rank's object cannot be pickled; on every rank, and the group stays usable.
 
     """
@@ -177,10 +190,7 @@ def all_gather_object(object_list, obj, group=None, weights_only=False) -> None:
     if group is None:
         return
     _check_allowed("all_gather_object", weights_only)
-    if len(object_list) != group.size():
-        raise ValueError(
-            f"all_gather_object: object_list has {len(object_list)} places for {group.size()} ranks"
-        )
+    _check_places("all_gather_object", "object_list", object_list, group)
     message = _Message.of(obj)
     headers = _outline(message, group, "all_gather_object")
     streams = [_room(size) for size in headers[:, 1]]
@@ -193,7 +203,7 @@ def all_gather_object(object_list, obj, group=None, weights_only=False) -> None:
         for rank, part in enumerate(parts):
             if i < len(sizes[rank]):
                 buffers[rank].append(part)
-    object_list[:] = _load_all(streams, buffers, weights_only)
+    object_list[: group.size()] = _load_all(streams, buffers, weights_only)
 
 
 def _group_root(group, rank, group_rank, function):
@@ -216,7 +226,7 @@ def gather_object(
 
     Args:
         obj: this rank's object.
-        object_gather_list: on `dst` only: a list as long as the group.
+        object_gather_list: on `dst` only: a list with a place for each rank. None or [] elsewhere.
         dst: global rank (0 if neither is given), or `group_dst`: rank in the group.
         group: the ranks that take part; None is the default group.
         group_dst: see dst.
@@ -229,14 +239,12 @@ def gather_object(
     _check_allowed("gather_object", weights_only)
     root = _group_root(group, dst, group_dst, "gather_object")
     is_root = group.rank() == root
-    if is_root and object_gather_list is None:
+    if is_root and not object_gather_list:
         raise ValueError("Argument ``object_gather_list`` must be specified on destination rank.")
-    if not is_root and object_gather_list is not None:
+    if not is_root and object_gather_list:
         raise ValueError("Argument ``object_gather_list`` must NOT be specified on non-destination ranks.")
-    if is_root and len(object_gather_list) != group.size():
-        raise ValueError(
-            f"gather_object: object_gather_list has {len(object_gather_list)} places for {group.size()} ranks"
-        )
+    if is_root:
+        _check_places("gather_object", "object_gather_list", object_gather_list, group)
     message = _Message.of(obj)
     headers = _outline(message, group, "gather_object")
     streams = [_room(size) for size in headers[:, 1]] if is_root else None
@@ -254,7 +262,7 @@ def gather_object(
             if i < len(sizes[rank]):
                 buffers[rank].append(part)
     if is_root:
-        object_gather_list[:] = _load_all(streams, buffers, weights_only)
+        object_gather_list[: group.size()] = _load_all(streams, buffers, weights_only)
 
 
 def broadcast_object_list(
@@ -277,6 +285,11 @@ def broadcast_object_list(
     _check_allowed("broadcast_object_list", weights_only)
     root = _group_root(group, src, group_src, "broadcast_object_list")
     is_root = group.rank() == root
+    if not isinstance(object_list, list):
+        raise TypeError(
+            "broadcast_object_list: object_list must be a list (one object: [x]), not "
+            f"{type(object_list).__name__}"
+        )
     message = _Message.of(list(object_list)) if is_root else None
     header = numpy.append(message.header, len(object_list)) if is_root else numpy.empty(4, numpy.int64)
     _core.broadcast(header, group=group, group_src=root)

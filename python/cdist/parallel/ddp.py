@@ -30,6 +30,17 @@ class _ByModule(type):
     Each is a subclass of DistributedDataParallel, and of the user's own subclass where one was called.
     """
 
+    @property
+    def __signature__(cls):
+        """What help() shows: the arguments over torch modules where torch is loaded."""
+        import inspect
+
+        over = ArrayDataParallel
+        if getattr(sys.modules.get("torch"), "nn", None) is not None:
+            from cdist.parallel.torch_module import TorchDataParallel as over
+        signature = inspect.signature(over.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
     def __call__(cls, module=None, *args, **kwargs):
         if any(getattr(base, "_is_implementation", False) for base in cls.__mro__):
             return super().__call__(module, *args, **kwargs)

@@ -38,6 +38,10 @@ class CommHooks:
             raise ValueError("Communication hook: bucket annotation should be GradBucket.")
         if self._hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if self._sparse:
+            raise RuntimeError(
+                "register_comm_hook: sparse gradients (embeddings made with sparse=True) are in no bucket"
+            )
         self._hook = (state, hook)
 
     def _register_builtin_comm_hook(self, kind):

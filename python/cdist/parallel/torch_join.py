@@ -39,8 +39,12 @@ class TorchJoinHook(JoinHook):
             ddp._finish_hooks()
         else:
             sync.finish(expected=True)
+        given = None
         if ddp.find_unused_parameters:
-            all_reduce_max([0] * len(ddp._params), ddp.process_group)
+            given = all_reduce_max([0] * len(ddp._params), ddp.process_group)
+        for index in ddp._sparse:
+            ddp._params[index].grad = None
+        ddp._finish_sparse(given)
 
     def post_hook(self, is_last_joiner):
         """Give all ranks the model of one that trained until the end."""

@@ -35,12 +35,16 @@ from cdist.parallel.torch_log import StepTimes, logging_data
 from cdist.parallel.torch_parts import (
     all_reduce_max,
     bucket_tensors,
+    group_of,
+    index_of,
     name_of,
     reached_parameters,
+    remove_hooks,
     tensors_in,
     to_device,
     view_like,
 )
+from cdist.parallel.torch_sparse import SparseGradients, marking_hook
 from cdist.parallel.torch_state import ModelState
 from cdist.parallel.verify import agree_on_parameters
 
@@ -64,7 +68,7 @@ def _before_optimizer_step(optimizer, args, kwargs):
 register_optimizer_step_pre_hook(_before_optimizer_step)
 
 
-class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
+class TorchDataParallel(CommHooks, ModelState, SparseGradients, nn.Module, Joinable):
     """DistributedDataParallel over torch modules; takes the arguments of torch's class.
 
     Beyond them: ``reduce='mean' | 'sum' | 'weights'``, ``accumulate(n)``, ``set_weight``, ``set_trainable``,
@@ -103,14 +107,8 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
-        if process_group is not None and device_mesh is not None:
-            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-        if device_mesh is not None:
-            if device_mesh.ndim != 1:
-                raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-            process_group = device_mesh.get_group()
         self.module = module
-        self.process_group = process_group
+        self.process_group = group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.dim = dim
         self.reduce = reduce
@@ -189,14 +187,14 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         self.is_multi_device_module = len(devices) > 1
         self.device_type = self.device.type
         if self.device_type == "cpu" or self.is_multi_device_module:
-            if device_ids or output_device is not None:
+            if device_ids or output_device:
                 raise ValueError(
                     "DistributedDataParallel device_ids and output_device arguments only work with "
                     "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
                     f"{device_ids}, output_device {output_device}, and module parameters {devices}."
                 )
-            device_ids = None
-        self.device_ids = device_ids and [torch.device(self.device_type, _index(d)) for d in device_ids]
+            device_ids = output_device = None
+        self.device_ids = device_ids and [torch.device(self.device_type, index_of(d)) for d in device_ids]
         self.output_device = output_device if output_device is not None else (device_ids or [None])[0]
 
     def _compare_models(self):
@@ -212,17 +210,23 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         """Make buckets for these parameters and hang hooks on them."""
         self._names = [name for name, _ in trainable]
         self._params = [p for _, p in trainable]
-        if getattr(self, "_hook_handles", None):
-            self._remove_autograd_hooks()
+        if getattr(self, "_hook_handles", None) is None:
+            self._hook_handles = []
+            # The parameters may live longer, and be wrapped again.
+            weakref.finalize(self, remove_hooks, self._hook_handles).atexit = False
+        self._remove_autograd_hooks()
         if self._low is not None:
             self._low.leave()
         dtypes = [self._gradient_dtype(p) for p in self._params]
+        self._find_sparse()
+        counts = [1 if index in self._sparse else p.numel() for index, p in enumerate(self._params)]
         gradients = [
-            Gradient(name, p.numel(), name_of(dtype), dtype.itemsize)
-            for (name, p), dtype in zip(trainable, dtypes, strict=True)
+            Gradient(name, count, name_of(dtype), dtype.itemsize)
+            for name, count, dtype in zip(self._names, counts, dtypes, strict=True)
         ]
         self._memory = self._kept_buffers = None
         me = weakref.proxy(self)
+        myself = weakref.ref(self)
         self._sync = Synchronizer(
             self.process_group,
             gradients,
@@ -230,7 +234,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
             caps=self._caps,
             device=self.device.type,
             memory=self._allocate if self.device.type == "cuda" else None,
-            on_backward=lambda: me._begin_backward(),
+            on_backward=lambda: myself() is not None and me._begin_backward(),
             on_bucket=lambda k: me._run_hook(k),
         )
         self._sync_this = True
@@ -256,22 +260,25 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         self._members = members
         dtypes = [self._gradient_dtype(self._params[inside[0]]) for inside in members]
         self._bucket_tensors = bucket_tensors(reducer, dtypes, self._memory)
-        self._views, self._hook_handles = [], []
+        self._views = []
         # Where torch has threads for it, it copies what is large.
         direct = DIRECT_BYTES if torch.get_num_threads() > 1 else sys.maxsize
         for index, p in enumerate(self._params):
             bucket, offset = reducer.place(index)
             flat = self._bucket_tensors[bucket]
             start = offset // flat.element_size()
+            if index in self._sparse:
+                self._views.append(flat[start : start + 1])
+                hook = marking_hook(reducer, index)
+                self._hook_handles.append(p.register_post_accumulate_grad_hook(hook))
+                continue
             self._views.append(view_like(flat[start : start + p.numel()], p.detach()))
             link = self.gradient_as_bucket_view and self._low is None
             hook = reducer.hook(index, self._views[index], link, direct if p.device.type == "cpu" else 0)
             self._hook_handles.append(p.register_post_accumulate_grad_hook(hook))
 
     def _remove_autograd_hooks(self):
-        for handle in self._hook_handles:
-            handle.remove()
-        self._hook_handles = []
+        remove_hooks(self._hook_handles)
 
     def _replan(self):
         order = self._sync.agree_on_order()
@@ -374,7 +381,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         for index in sorted(unused):
             grad = self._params[index].grad
             view = self._views[index]
-            if grad is None:
+            if grad is None or index in self._sparse:
                 view.zero_()
             elif grad is not view:
                 view.copy_(grad.detach())
@@ -424,6 +431,7 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
             self._low.leave()
         if given is not None or reducer.linked < len(self._params):
             self._hand_back(given)
+        self._finish_sparse(given)
         for p in self._delayed:
             if p.grad is not None:
                 cdist.all_reduce(p.grad, op=cdist.ReduceOp.AVG, group=self.process_group)
@@ -432,6 +440,8 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
         targets, sources = [], []
         for index, p in enumerate(self._params):
             grad, view = p.grad, self._views[index]
+            if index in self._sparse:
+                continue
             if grad is view or not (grad is not None if given is None else given[index]):
                 continue
             if self.gradient_as_bucket_view and view.dtype == p.dtype:
@@ -583,7 +593,3 @@ class TorchDataParallel(CommHooks, ModelState, nn.Module, Joinable):
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
         module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)
-
-
-def _index(device):
-    return device if isinstance(device, int) else torch.device(device).index

@@ -84,6 +84,34 @@ def reached_parameters(outputs):
     return reached
 
 
+def remove_hooks(handles):
+    """Take the hooks off their tensors, and empty the list."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def group_of(process_group, device_mesh):
+    """Return the group that the arguments mean; None and None is the default group."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+        process_group = device_mesh.get_group()
+    if device_mesh is not None and process_group is None or isinstance(process_group, int):
+        raise ValueError(
+            "DistributedDataParallel: this rank is not in the process group (new_group gave it "
+            "GroupMember.NON_GROUP_MEMBER): only the members of a group wrap a module for it"
+        )
+    return cdist.group.WORLD if process_group is None else process_group
+
+
+def index_of(device):
+    """Return the number of a device, which may be one itself."""
+    return device if isinstance(device, int) else torch.device(device).index
+
+
 def to_device(value, device):
     """Move the tensors in nests of lists, tuples and dicts to a device."""
     if isinstance(value, torch.Tensor):

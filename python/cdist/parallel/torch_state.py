@@ -133,7 +133,7 @@ class ModelState:
 
     def __setstate__(self, state):
         self.__dict__.update(state)
-        self.process_group = self._kept_buffers = None
+        self.process_group, self._kept_buffers = cdist.group.WORLD, None
         chosen = set(self._names)
         self._set_up_precision()
         self._adopt([(name, p) for name, p in self._named() if name in chosen])
