@@ -9,10 +9,12 @@ Switches, from the environment:
                                         (default: the one in PATH or /usr/local/cuda)
 """
 
+import atexit
 import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy
@@ -21,6 +23,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 ROOMS = ["base", "simd", "net", "shm", "store", "coll", "cuda", "backend", "group", "ddp", "sampler", "py"]
+# Where everything is made: build/, or where the source may only be read a temporary folder.
+PLACE = ROOT / "build"
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion"]
 
 # One body, compiled once per instruction set; the choice is made when the library is loaded
@@ -74,8 +78,9 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext):
         """Build one extension, with the kernels among its sources."""
-        image = embed_kernels(ROOT / "build" / "kernels")
-        ext.sources = [*ext.sources, str(image.relative_to(ROOT))]
+        image = embed_kernels(PLACE / "kernels")
+        is_inside = image.is_relative_to(ROOT)
+        ext.sources = [*ext.sources, str(image.relative_to(ROOT) if is_inside else image)]
         flags = SIMD_FLAGS.get(platform.machine(), {})
         compile_one = self.compiler._compile
 
@@ -98,7 +103,7 @@ def switches():
         compile_args += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"]
         link_args += [f"-fsanitize={sanitize}"]
     if os.environ.get("CDIST_COVERAGE"):
-        compile_args += ["--coverage", "-O0"]
+        compile_args += ["--coverage", "-O1"]  # below that the headers of the vector instructions warn
         link_args += ["--coverage"]
     return compile_args, link_args
 
@@ -125,4 +130,14 @@ def extension():
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})
+def elsewhere():
+    """Return the options by which nothing is written into a source that may only be read."""
+    global PLACE
+    if os.access(ROOT, os.W_OK):
+        return {}
+    PLACE = Path(tempfile.mkdtemp(prefix="cdist-build-"))
+    atexit.register(shutil.rmtree, PLACE, ignore_errors=True)
+    return {"build": {"build_base": str(PLACE)}, "egg_info": {"egg_base": str(PLACE)}}
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt}, options=elsewhere())
