@@ -217,6 +217,7 @@ def test_the_launcher_of_old(launcher):
         (["--bind", "socket", "s"], "invalid choice"),
         (["--nosuch", "s"], "unrecognized arguments: --nosuch$"),
         (["--nproc-per-nod=2", "s"], "unrecognized arguments: --nproc-per-nod=2; is --nproc-per-node meant"),
+        (["--nproc", "2", "s"], "unrecognized arguments: --nproc; is --nproc-per-node meant"),
         ([], "the following arguments are required: script$"),
     ],
 )
@@ -228,7 +229,7 @@ def test_bad_command_lines(arguments, text):
 def test_a_bad_command_line_ends_with_2(launcher):
     result = launcher.run(PER_NODE, "x", "s")
     assert result.returncode == 2
-    assert result.stderr == "cdistrun: Unsupported nproc_per_node value: x\n"
+    assert result.stderr.startswith("cdistrun: Unsupported nproc_per_node value: x; it should be a number, ")
 
 
 def test_help_shows_every_option_once(launcher):
@@ -244,6 +245,23 @@ def test_a_script_that_is_not_there_is_said_once(launcher, arguments):
     result = launcher.run(*arguments, "nosuch.py")
     assert result.returncode == 2
     assert result.stderr == "cdistrun: cannot open the script 'nosuch.py': there is no such file\n"
+
+
+def test_folders_that_cannot_serve_are_said(launcher):
+    result = launcher.run(launcher.folder)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "is a folder without a __main__.py" in result.stderr
+    result = launcher.run("--log-dir", "/proc/nothing", launcher.script("pass"))
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith("cdistrun: --log-dir /proc/nothing: cannot write there: ")
+
+
+def test_a_node_0_that_is_not_there_is_said(launcher):
+    where = ["--nnodes", 2, "--node-rank", 1, "--master-port", free_port(), "--rdzv-conf", "timeout=1"]
+    result = launcher.run(*where, launcher.script("time.sleep(600)"))
+    assert result.returncode == 1
+    assert "cdistrun: on node 0: not reached: DistNetworkError: " in result.stderr
+    assert "does rank 0 run?" in result.stderr
 
 
 def test_a_script_that_is_not_there_ends_all_nodes(launcher):

@@ -107,6 +107,36 @@ def test_modules_of_torch_distributed():
     assert {name for name in theirs if not name.startswith("_")} - ours == set(reasons)
 
 
+def _own(cls):
+    """Public names that this package, and not Python, gives a class."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("cdist")]
+    return {name for base in bases for name in vars(base) if not name.startswith("_")}
+
+
+def test_every_public_name_is_documented():
+    """A docstring for whatever can be called or read, and a signature for what can be called."""
+    undocumented, unsigned = [], []
+    for name in cdist.__all__:
+        value = getattr(cdist, name)
+        if not callable(value):
+            continue
+        things = {name: value}
+        if inspect.isclass(value):
+            things |= {f"{name}.{member}": inspect.getattr_static(value, member) for member in _own(value)}
+        for path, thing in things.items():
+            thing = getattr(thing, "__func__", thing)
+            if not callable(thing) and not isinstance(thing, property):
+                continue
+            if not inspect.getdoc(thing):
+                undocumented.append(path)
+            try:
+                inspect.signature(thing) if callable(thing) else None
+            except ValueError:
+                unsigned.append(path)
+    assert not undocumented
+    assert set(unsigned) <= {"GroupName", "Store"}  # a str; a base that nobody makes
+
+
 def test_parameters_of_functions():
     """Whatever torch's functions can be called with, ours can: names in the same order, ours after them."""
     torch_distributed = pytest.importorskip("torch.distributed", reason="torch comes with EXTRAS in .ci/run")

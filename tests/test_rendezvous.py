@@ -1,14 +1,20 @@
 """Init methods: env://, tcp://, file://, and who launched the process."""
 
 import importlib
+import os
+import re
 import socket
+import subprocess
+import sys
 
+import cdist
 import pytest
 from cdist.rendezvous import find_launcher, register_rendezvous_handler, rendezvous
 from cdist.store import PrefixStore, TCPStore
 
 module = importlib.import_module("cdist.rendezvous")
 
+PACKAGE = os.path.dirname(os.path.dirname(cdist.__file__))
 VARIABLES = [
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
@@ -94,6 +100,63 @@ def test_tcp():
 def test_bad_urls(url, text):
     with pytest.raises(ValueError, match=text):
         next(rendezvous(url))
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "text"),
+    [
+        (2, 2, "rank 2 does not fit world size 2: ranks are 0 to 1"),
+        (-1, 1, "rank -1 does not"),
+        (0, 0, "world size should be at least 1, not 0"),
+    ],
+)
+@pytest.mark.parametrize("place", ["tcp://127.0.0.1:29999", "file:///tmp/nothing-comes-there", "env://"])
+def test_a_rank_that_cannot_be_is_refused_before_anybody_is_asked(monkeypatch, place, rank, world, text):
+    for name, value in dict(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=29999).items():
+        monkeypatch.setenv(name, str(value))
+    query = "" if place == "env://" else f"?rank={rank}&world_size={world}"
+    with pytest.raises(ValueError, match=text):
+        next(rendezvous(place + query))
+    assert not os.path.exists("/tmp/nothing-comes-there")
+
+
+SET_UP = """
+import cdist
+cdist.init_process_group(timeout=1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "last"),
+    [
+        ({}, "ValueError: .* environment variable RANK expected, but not set: start .* cdistrun"),
+        (
+            {"RANK": 0},
+            "DistTimeoutError: 1 of 2 ranks did not come in time: missing ranks .1.; rank 0 waited",
+        ),
+        ({"RANK": 1}, "DistNetworkError: The client socket has timed out .* does rank 0 run.*"),
+        ({"RANK": 7}, "ValueError: rank 7 does not fit world size 2"),
+        (
+            {"RANK": 0, "MASTER_ADDR": "192.0.2.99"},
+            "DistNetworkError: .*rank 0 belongs on the host that MASTER",
+        ),
+        (
+            {"RANK": 0, "CDIST_TRANSPORT": "udp"},
+            "ValueError: CDIST_TRANSPORT should be auto or tcp, not 'udp'",
+        ),
+    ],
+)
+def test_a_mistake_in_set_up_is_one_sentence(tmp_path, variables, last):
+    """The traceback ends at the user's call and in init_process_group, and not deep in the package."""
+    script = tmp_path / "script.py"
+    script.write_text(SET_UP)
+    where = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port(), PYTHONPATH=PACKAGE)
+    env = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    env |= {k: str(v) for k, v in (where | variables).items()}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.search(rf"^(cdist\.errors\.)?{last}", done.stderr.splitlines()[-1]), done.stderr
+    assert done.stderr.count('  File "') == 2, done.stderr
 
 
 def test_unknown_scheme_and_double_rank():

@@ -177,10 +177,8 @@ def test_timeout_of_one_call_stays_with_it(store):
     """K76."""
     store.set_timeout(timedelta(seconds=0.6))
     assert store.timeout == timedelta(seconds=0.6)
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match="[t -i]imeout"):
         store.wait(["x"], timedelta(milliseconds=100))
-    assert 0.09 < time.monotonic() - began < 0.5
     began = time.monotonic()
     with pytest.raises(errors.DistStoreError, match="imeout") as caught:
         store.get("y")
@@ -188,6 +186,11 @@ def test_timeout_of_one_call_stays_with_it(store):
     assert time.monotonic() - began > 0.55
     with pytest.raises(errors.DistStoreError):
         store.wait(["x"], 0)
+    store.set_timeout(60)
+    began = time.monotonic()
+    with pytest.raises(errors.DistStoreError):
+        store.wait(["x"], timedelta(milliseconds=100))
+    assert 0.09 < time.monotonic() - began < 30  # its own time, and not the store's
 
 
 def test_wait_text_names_keys_and_time():
@@ -260,7 +263,7 @@ def test_master_waits_for_workers_without_the_gil():
 
 
 def test_missing_workers_and_bad_ports():
-    with pytest.raises(errors.DistStoreError, match=r"^Timed out after 1 seconds .* 1/2 clients joined\.$"):
+    with pytest.raises(errors.DistStoreError, match=r"^Timed out after 1 seconds .* 1/2 clients joined\."):
         TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=1))
     with pytest.raises(ValueError, match="TCPStore world size cannot be 0"):
         TCPStore("127.0.0.1", 0, 0, True)

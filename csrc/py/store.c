@@ -120,8 +120,8 @@ static int start_server(cd_py_store *self, cd_py_state *state, const char *host,
         status = cd_server_start(&options, &server);
         Py_END_ALLOW_THREADS
         if (status == CD_NETWORK)
-            cd_fail_prefix("The server socket has failed to listen on any local network address. "
-                           "(CDIST_STORE_BIND names another address to listen on.) ");
+            cd_fail_prefix("The server socket has failed to listen on any local network address (rank 0 belongs on the host that "
+                           "MASTER_ADDR names; CDIST_STORE_BIND names another address of it): ");
         if (status != CD_OK) {
             cd_py_raise(state, status);
             return -1;
@@ -145,8 +145,9 @@ static int start_server(cd_py_store *self, cd_py_state *state, const char *host,
     return 0;
 }
 
+/* With join_all counted as one of `world` clients; with await_all there must be so many before it returns. */
 static int open_client(cd_py_store *self, cd_py_state *state, const char *host, const cd_secret *secret,
-                       long world, bool is_master, bool wait_all, uint64_t ns)
+                       long world, bool await_all, bool join_all, uint64_t ns)
 {
     cd_py_wait waiting;
     cd_patience patience = cd_py_wait_begin(&waiting, cd_py_deadline(ns), 1);
@@ -155,14 +156,14 @@ static int open_client(cd_py_store *self, cd_py_state *state, const char *host, 
     cd_status status;
     do {
         status = cd_tcp_store_open(host, (uint16_t)self->port, secret, &patience, &store);
-        if (status == CD_OK && world > 0 && wait_all)
-            status = cd_tcp_store_join(store, world, is_master, &patience);
+        if (status == CD_OK && world > 0 && join_all)
+            status = cd_tcp_store_join(store, world, await_all, &patience);
         if (status != CD_OK && store) {
             cd_store_release(store);
             store = NULL;
         }
         /* Lost in between: that server was on its way out, as the one of the group before is. The next one is waited for. */
-    } while (status == CD_STORE && !is_master && !cd_deadline_passed(patience.deadline));
+    } while (status == CD_STORE && !self->server && !cd_deadline_passed(patience.deadline));
     cd_py_wait_end(&waiting);
     if (status != CD_OK) {
         cd_py_raise(state, status);
@@ -191,16 +192,16 @@ static bool is_agents_store(const char *host, int port)
 static int tcp_init(PyObject *object, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"host_name", "port", "world_size", "is_master", "timeout", "wait_for_workers", "multi_tenant",
-                            "master_listen_fd", "use_libuv", NULL};
+                            "master_listen_fd", "use_libuv", "join_only", NULL};
     cd_py_store *self = (cd_py_store *)object;
     cd_py_state *state = cd_py_state_of_type(Py_TYPE(object));
     PyObject *host, *world_object = NULL, *timeout = NULL, *fd_object = NULL;
-    int port, is_master = 0, wait_all = 1, multi_tenant = 0, use_libuv = 1, world, listen_fd;
+    int port, is_master = 0, wait_all = 1, multi_tenant = 0, use_libuv = 1, join_only = 0, world, listen_fd;
     uint64_t ns;
     if (!state || already_made(self) ||
-        !PyArg_ParseTupleAndKeywords(args, keywords, "Ui|OpOppOp:TCPStore", names, &host, &port,
+        !PyArg_ParseTupleAndKeywords(args, keywords, "Ui|OpOppOpp:TCPStore", names, &host, &port,
                                      &world_object, &is_master, &timeout, &wait_all, &multi_tenant,
-                                     &fd_object, &use_libuv) ||
+                                     &fd_object, &use_libuv, &join_only) ||
         cd_py_timeout_ns(timeout, 300 * CD_NS_PER_S, &ns) < 0 ||
         number_or(world_object, "world_size", -1, &world) < 0 ||
         number_or(fd_object, "master_listen_fd", -1, &listen_fd) < 0)
@@ -228,7 +229,7 @@ static int tcp_init(PyObject *object, PyObject *args, PyObject *keywords)
     self->use_libuv = (char)use_libuv;
     if (is_master && !self->server && start_server(self, state, name, port, listen_fd, multi_tenant, &secret) < 0)
         return -1;
-    return open_client(self, state, name, &secret, world, is_master, wait_all, ns);
+    return open_client(self, state, name, &secret, world, is_master && !join_only, wait_all, ns);
 }
 
 static PyObject *tcp_clone(PyObject *object, PyObject *unused)
@@ -422,11 +423,12 @@ static PyType_Slot tcp_slots[] = {
     {Py_tp_methods, tcp_methods},
     {Py_tp_getset, tcp_getset},
     {Py_tp_doc,
-     "TCPStore(host_name, port, world_size=None, is_master=False, timeout=timedelta(seconds=300), wait_for_workers=True,\n"
-     "         multi_tenant=False, master_listen_fd=None, use_libuv=True)\n--\n\n"
-     "A client of the server at host_name:port; with is_master the server too, which listens on that address only (or on\n"
-     "CDIST_STORE_BIND; port 0 picks a free one). Client and server understand torch's. With CDIST_JOB_SECRET both ends prove\n"
-     "that they know it. world_size: is_master waits until so many have connected. timeout: of connecting and of each call.\n"
+     "TCPStore(host_name, port, world_size=None, is_master=False, timeout=300, wait_for_workers=True,\n"
+     "         multi_tenant=False, master_listen_fd=None, use_libuv=True, join_only=False)\n--\n\n"
+     "A client of the server at host_name:port; with is_master the server too, which listens on that name's addresses only (or\n"
+     "on CDIST_STORE_BIND; port 0 picks a free one). Client and server understand torch's. With CDIST_JOB_SECRET both ends\n"
+     "prove that they know it. world_size: is_master waits until so many have connected (join_only: it only counts them).\n"
+     "timeout: of connecting and of each call, seconds or a timedelta.\n"
      "Safe from many threads; a wait does not hold up the others. Raises DistNetworkError (cannot listen or connect),\n"
      "DistStoreError (workers missing), ValueError."},
     {0, NULL},

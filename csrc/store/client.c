@@ -387,7 +387,7 @@ cd_status cd_tcp_store_join(cd_store *store, int64_t world, bool wait_all, const
         cd_status status = cd_waiter_check(&waiter);
         if (status == CD_TIMED_OUT)
             return cd_fail(CD_STORE_TIMEOUT, "Timed out after %" PRIu64 " seconds waiting for clients. %" PRId64 "/%" PRId64
-                           " clients joined.", budget_s, joined, world);
+                           " clients joined. Were all started, with this address and port?", budget_s, joined, world);
         CD_TRY(status);
         cd_sleep_ns(cd_deadline_left_ns(cd_deadline_earlier(pause, patience->deadline)));
         CD_TRY(tcp_add_raw(s, key, 0, &joined, patience));

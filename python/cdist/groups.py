@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from cdist import _core, backends, dump_signal
 from cdist.backends import Backend, BackendConfig
-from cdist.errors import DistStoreError, PeerLostError
+from cdist.errors import DistError, DistStoreError, PeerLostError
 from cdist.process_group import GroupMember, ProcessGroup
 
 __all__ = [
@@ -180,7 +180,10 @@ def init_process_group(
     device = _bind_device(device_id)
     name, config = _pick_backend(backend, device)
     limit = backends.default_timeout(name) if timeout is None else _as_timeout(timeout)
-    made, store, rank = _meet(init_method, store, world_size, rank, limit)
+    try:
+        made, store, rank = _meet(init_method, store, world_size, rank, limit)
+    except (DistError, ValueError) as error:
+        raise _as_the_callers(error) from error.__cause__
     made._backend, made._config, made._store = name, config, store
     made.group_name, made.group_desc, made.bound_device_id = "0", "default_pg", device_id
     _registry.groups = [made]
@@ -191,6 +194,14 @@ def init_process_group(
         _core._gpu_open(made, device)
     if os.environ.get("TORCH_DIST_INIT_BARRIER") == "1":
         _core.barrier()
+
+
+def _as_the_callers(error):
+    """Return an error of set-up without the frames of this package, of which it tells a user nothing."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("cdist."):
+        trace = trace.tb_next
+    return error if trace is not None else error.with_traceback(None)
 
 
 _NOT_INITIALIZED = (
@@ -221,16 +232,18 @@ def _meet(init_method, given, wanted_size, wanted_rank, limit):
     seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
     end = time.monotonic() + seconds
     left = limit
+    transport = os.environ.get("CDIST_TRANSPORT", "auto").lower() or "auto"
+    if transport not in ("auto", "tcp"):
+        raise ValueError(f"CDIST_TRANSPORT should be auto or tcp, not {transport!r}")
+    from cdist.rendezvous import check_rank
+
     while True:
         store, rank, world_size = _find_store(init_method, given, wanted_size, wanted_rank, left)
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} does not fit world size {world_size}: ranks are 0 to {world_size - 1}"
-            )
+        check_rank(rank, world_size)
         try:
             made = ProcessGroup._open(
                 store, rank, world_size, "0", limit, left, secret=_secret(),
-                force_tcp=os.environ.get("CDIST_TRANSPORT", "auto").lower() == "tcp",
+                force_tcp=transport == "tcp",
             )  # fmt: skip
         except DistStoreError:
             # The group before may have met at this address: until its rank 0 closes the server, a rank that

@@ -97,6 +97,7 @@ class ProcessGroup(_core.ProcessGroup):
         )
 
     def _allgather_base(self, output, input, options=None):
+        """Start all_gather_into_tensor; also all_gather_single."""
         return _core.all_gather_into_tensor(output, input, self, True, self._limit(options))
 
     def gather(self, output_tensors, input_tensors, root=0, timeout=None):
@@ -118,6 +119,7 @@ class ProcessGroup(_core.ProcessGroup):
         return _core.reduce_scatter(self._one(output_tensors), inputs, op, self, True, timeout)
 
     def _reduce_scatter_base(self, output, input, options=None):
+        """Start reduce_scatter_tensor; also reduce_scatter_single."""
         op = getattr(options, "reduceOp", ReduceOp.SUM)
         return _core.reduce_scatter_tensor(output, input, op, self, True, self._limit(options))
 

@@ -157,13 +157,24 @@ def _is_agents(host: str, port: int) -> bool:
 def _open_tcp(host: str, port: int, rank: int, world_size: int, timeout, use_libuv: bool) -> Store:
     if not 0 <= port < 65536:
         raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
+    check_rank(rank, world_size)
     if _is_agents(host, port):
         # The agent's store outlives restarts: each attempt has keys of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run = os.environ.get("TORCHELASTIC_RUN_ID", "")
         store = TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)
         return PrefixStore(f"/worker/{run}/attempt_{attempt}", store)
-    return TCPStore(host, port, world_size, rank == 0, timeout, multi_tenant=True, use_libuv=use_libuv)
+    # Who meets at the store can tell which ranks are missing; the store itself could only count.
+    settings = {"multi_tenant": True, "use_libuv": use_libuv, "join_only": True}
+    return TCPStore(host, port, world_size, rank == 0, timeout, **settings)
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raise ValueError where there is no such rank."""
+    if world_size < 1:
+        raise ValueError(f"world size should be at least 1, not {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} does not fit world size {world_size}: ranks are 0 to {world_size - 1}")
 
 
 def _number(scheme: str, name: str, text: str) -> int:
@@ -222,6 +233,7 @@ def _file_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store,
     if not parts.path:
         raise _missing("file", "path missing")
     rank, world_size = _given("file", _query(parts))
+    check_rank(rank, world_size)
     store = FileStore(parts.path, world_size)
     store.set_timeout(timeout)
     yield store, rank, world_size

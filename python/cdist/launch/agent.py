@@ -26,6 +26,10 @@ AFTERMATH = 1.0
 INTERRUPT_GRACE = 0.4
 
 
+class FolderError(RuntimeError):
+    """The folder of the logs cannot be made."""
+
+
 class Agent:
     """One job on this node."""
 
@@ -95,9 +99,12 @@ class Agent:
         if not self.keeps_logs:
             self.folder = _make_temporary("cdistrun_", None)
             return self.folder
-        if log_dir:
-            os.makedirs(log_dir, exist_ok=True)
-        self.folder = _make_temporary(f"{self.run_id}_".replace("/", "_"), log_dir)
+        try:
+            if log_dir:
+                os.makedirs(log_dir, exist_ok=True)
+            self.folder = _make_temporary(f"{self.run_id}_".replace("/", "_"), log_dir)
+        except OSError as error:
+            raise FolderError(f"--log-dir {log_dir}: cannot write there: {error.strerror}") from None
         if not log_dir:
             self._say(f"cdistrun: logs are in {self.folder}\n")
         return None
@@ -395,7 +402,8 @@ class Agent:
             )
         else:
             self.is_cut_off = True
-            self.remote = {"node": 0, "code": 1, "text": f"lost: its store does not answer: {rest[0]}"}
+            what = "lost: its store does not answer" if self.nodes.is_connected else "not reached"
+            self.remote = {"node": 0, "code": 1, "text": f"{what}: {rest[0]}"}
 
     def _unregister(self, descriptor):
         with contextlib.suppress(KeyError):
@@ -419,4 +427,8 @@ def run(options):
     """Run a job; returns the launcher's exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
-    return Agent(options).run()
+    try:
+        return Agent(options).run()
+    except FolderError as error:
+        print(f"cdistrun: {error}", file=sys.stderr)
+        return 1

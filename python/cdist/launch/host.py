@@ -29,7 +29,7 @@ class StoreHost:
         try:
             self._store = TCPStore(self._address, self.port, None, True, 300, False, master_listen_fd=fd)
         except DistNetworkError as error:
-            raise HostError(f"{error}; --node-rank 0 is for the host of --master-addr") from None
+            raise HostError(f"--node-rank 0 belongs on the host that --master-addr names: {error}") from None
         self.port = self._store.port
 
     def close(self):

@@ -32,7 +32,7 @@ class Nodes:
         self._is_host = is_host
         self._prefix = f"cdist.agent/{options.rdzv_id}/"
         self._orders = queue.SimpleQueue()
-        self._is_connected = False
+        self.is_connected = False
         self.attempt = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cdistrun-nodes", daemon=True)
@@ -54,7 +54,7 @@ class Nodes:
         """End the thread. The host waits up to `seconds` for the others to have seen the outcome."""
         self._leave_by = time.monotonic() + seconds
         self._stop.set()
-        if self._is_connected:  # a thread that still tries to connect ends with the process
+        if self.is_connected:  # a thread that still tries to connect ends with the process
             self._thread.join(seconds + 0.2)
 
     def _post(self, *event):
@@ -65,7 +65,7 @@ class Nodes:
         try:
             self._store = self._connect()
             self._store.add(self._prefix + "joined", 1)
-            self._is_connected = True
+            self.is_connected = True
             self._rank = self._options.node_rank
             if self._options.dynamic:
                 self._rank = self._store.add(self._prefix + "nodes", 1) - 1

@@ -194,8 +194,12 @@ def check_script(options):
     On several nodes a worker is to fail of it, since the other nodes are told of that.
     """
     is_file = not (options.module or options.no_python)
-    if is_file and options.nnodes == 1 and not os.path.exists(options.script):
+    if not is_file or options.nnodes > 1:
+        return
+    if not os.path.exists(options.script):
         raise OptionError(f"cannot open the script {options.script!r}: there is no such file")
+    if os.path.isdir(options.script) and not os.path.exists(os.path.join(options.script, "__main__.py")):
+        raise OptionError(f"cannot run {options.script!r}: it is a folder without a __main__.py")
 
 
 def _parse_names(parser, argv):
@@ -204,7 +208,9 @@ def _parse_names(parser, argv):
         import difflib
 
         text = f"unrecognized arguments: {' '.join(unknown)}"
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser.options(), 1, 0.8)
+        name = unknown[0].partition("=")[0]
+        near = [option for option in parser.options() if len(name) > 4 and option.startswith(name)]
+        near = near or difflib.get_close_matches(name, parser.options(), 1, 0.8)
         raise OptionError(text + (f"; is {near[0]} meant?" if near else ""))
     return options
 
@@ -218,9 +224,9 @@ def _local_size(text):
     if text in ("gpu", "auto"):
         gpus = count_gpus()
         if text == "gpu" and not gpus:
-            raise OptionError("--nproc-per-node gpu: Cuda is not available.")
+            raise OptionError("--nproc-per-node gpu: Cuda is not available. Give a number, cpu or auto")
         return gpus or cores
-    raise OptionError(f"Unsupported nproc_per_node value: {text}")
+    raise OptionError(f"Unsupported nproc_per_node value: {text}; it should be a number, cpu, gpu or auto")
 
 
 def count_gpus():
