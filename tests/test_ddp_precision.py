@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run"
 import cdist  # noqa: E402
 from cdist.parallel import MixedPrecision  # noqa: E402
 from cdist.testing import run  # noqa: E402
-from test_ddp_torch import close, compare, elsewhere, numbers, shard, small, vectors  # noqa: E402
+from test_ddp_torch import close, compare, descend, elsewhere, numbers, shard, small, vectors  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
@@ -241,15 +241,7 @@ def test_checkpointed_layers_equal_torch(world, reentrant):
                 x = torch.tanh(checkpoint(layer, x, use_reentrant=reentrant))
             return self.last(x)
 
-    def train(ddp, rank, world, package):
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        for batch in vectors(4, 12):
-            x, y = shard(batch, rank, world)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(ddp(x.requires_grad_()), y).backward()
-            optimizer.step()
-
-    compare(world, Deep, train)
+    compare(world, Deep, descend)
 
 
 def test_autocast_and_grad_scaler_skip_a_step_on_all_ranks():

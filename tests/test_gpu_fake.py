@@ -113,7 +113,9 @@ def test_arrays_on_another_gpu_are_refused(fakes):
         assert value == 4.0
 
 
-def test_a_killed_rank_raises_on_the_other(fakes):
+def beside_a_killed_rank(fakes, call):
+    """What call(module, array) returns on rank 0 after rank 1 was killed, both connected by an all_reduce."""
+
     def body(rank, world):
         xp = fake_gpu.Module(rank)
         x = xp.put(np.ones(3))
@@ -121,34 +123,24 @@ def test_a_killed_rank_raises_on_the_other(fakes):
         xp.get(x)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
+        return call(xp, x)
+
+    kind, text = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False, timeout=25)[0]
+    assert kind is cdist.PeerLostError  # and not the timeout of the group, 30 s
+    assert "rank 1" in text
+
+
+def test_a_killed_rank_raises_on_the_other(fakes):
+    def call(xp, x):
         cdist.all_reduce(x)
         xp.get(x)  # ends because the communicator is aborted
-        kind, text = outcome(lambda: cdist.all_reduce(x))
-        return kind.__name__, text, time.monotonic() - start
+        return outcome(lambda: cdist.all_reduce(x))
 
-    name, text, seconds = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
-    assert name == "PeerLostError"
-    assert "rank 1" in text
-    assert seconds < 5
+    beside_a_killed_rank(fakes, call)
 
 
 def test_a_rank_that_dies_before_the_first_collective_raises_on_the_other(fakes):
-    def body(rank, world):
-        xp = fake_gpu.Module(rank)
-        x = xp.put(np.ones(3))
-        cdist.all_reduce(x)  # connected; a broadcast connects anew
-        xp.get(x)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
-        kind, text = outcome(lambda: cdist.broadcast(x, 0))
-        return kind.__name__, text, time.monotonic() - start
-
-    name, text, seconds = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
-    assert name == "PeerLostError"
-    assert "rank 1" in text
-    assert seconds < 5
+    beside_a_killed_rank(fakes, lambda xp, x: outcome(lambda: cdist.broadcast(x, 0)))  # connects anew
 
 
 def test_a_rank_that_does_not_come_to_connect_times_out(fakes):
@@ -223,14 +215,12 @@ def test_ctrl_c_ends_the_wait_to_connect(fakes):
             return None
         signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.3)
-        start = time.monotonic()
-        try:
+        with pytest.raises(KeyboardInterrupt):  # and not what rank 1's end would raise
             cdist.broadcast(x, 0, timeout=20)
-        except KeyboardInterrupt:
-            return time.monotonic() - start
+        return "interrupted"
 
-    seconds = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
-    assert 0.2 < seconds < 3
+    outcomes = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)
+    assert outcomes[0] == "interrupted"
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def _cannot_pickle(rank, world):
         start = time.monotonic()
         with pytest.raises(errors.DistError, match="pickle") as caught:
             function(*args, **kwargs)
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 10  # told at once, and not at the deadline
         assert caught.value.rank == 0
         texts.append(str(caught.value))
 

@@ -515,7 +515,7 @@ def _init_interrupt(rank, world, port):
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         cdist.init_process_group(store=_store(port), rank=rank, world_size=2, timeout=20)
-    return time.monotonic() - start < 0.8
+    return time.monotonic() - start < 10  # and not the 20 s of the call
 
 
 def test_ctrl_c_in_init(server):
@@ -539,7 +539,7 @@ def _queue_of_eight(rank, world):
             outcomes.append("done")
         except cdist.PeerLostError as error:
             outcomes.append(error.rank)
-    return outcomes, time.monotonic() - start < 2
+    return outcomes, time.monotonic() - start < 10  # and not the deadline of the group
 
 
 def test_every_queued_work_returns_or_raises():
