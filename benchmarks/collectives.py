@@ -2,7 +2,7 @@
 
     PYTHONPATH=python python benchmarks/collectives.py --out DIR [--ranks 2,4] [--ops all_reduce,broadcast]
         [--sizes 4,65536,1048576,67108864] [--contestants cdist,gloo,mpi4py] [--repetitions 3]
-        [--raw build/c/bench_coll_shm] [--limit-s 75]
+        [--raw build/c/bench_coll_shm] [--limit-s 75] [--transport tcp]
     python benchmarks/collectives.py --show DIR                 the tables of earlier runs
     PYTHONPATH=python python benchmarks/collectives.py --out DIR --many [--limit-s 140]
         many ranks: 8, 16 and 32; 4 B, 64 KiB, 1 MiB and 64 MiB; with --raw also what the small and the staged
@@ -10,7 +10,8 @@
 
 A run goes operation by operation; each repetition of an operation starts a short job of each contestant
 in turn. With --limit-s no further one is begun after that time; the same command goes on where the last
-one stopped, until it says that all is done. DIR/figures.json has the seconds of every batch,
+one stopped, until it says that all is done. With --transport tcp all contestants talk over loopback
+sockets (Gloo does anyway). DIR/figures.json has the seconds of every batch,
 DIR/collectives-N.svg (where matplotlib is installed) a plot for each number of ranks.
 
 A figure is the median (and the best) over the batches of all repetitions of the time that the slowest
@@ -79,7 +80,7 @@ def find_mpirun():
     return shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
-def start_job(kind, ranks, command):
+def start_job(kind, ranks, command, transport):
     env = dict(
         os.environ,
         OMP_NUM_THREADS="1",
@@ -91,20 +92,23 @@ def start_job(kind, ranks, command):
         env.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
         # Only where it must: with the flag Open MPI yields while it waits, which costs it time.
         more = ["--oversubscribe"] if ranks > len(os.sched_getaffinity(0)) else []
+        if transport == "tcp":
+            more += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "coll", "^sm,xhc"]
         return [subprocess.Popen([find_mpirun(), *more, "-n", str(ranks), *command], env=env)]
     env["MASTER_PORT"] = str(free_port())
+    if transport == "tcp":
+        env["CDIST_TRANSPORT"] = "tcp"
     own = [dict(env, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
     return [subprocess.Popen(command, env=env) for env in own]
 
 
-def run_job(kind, ranks, cases, out, limit):
+def run_job(kind, ranks, cases, out, limit, transport):
     """Run one job of a contestant; what its rank 0 wrote, None if it failed or took too long."""
     out.unlink(missing_ok=True)
     if kind == "mpi4py" and not find_mpirun():
         return None
-    jobs = start_job(
-        kind, ranks, [sys.executable, str(HERE / "contestant.py"), kind, json.dumps(cases), str(out)]
-    )
+    command = [sys.executable, str(HERE / "contestant.py"), kind, json.dumps(cases), str(out)]
+    jobs = start_job(kind, ranks, command, transport)
     end = time.monotonic() + limit
     try:
         codes = [job.wait(max(end - time.monotonic(), 0.1)) for job in jobs]
@@ -138,7 +142,9 @@ def run_unit(options, figures, ranks, op):
     here = figures.setdefault(str(ranks), {})
     for kind in options.contestants:
         cases = cases_of(op, options.sizes, kind)
-        got = run_job(kind, ranks, cases, options.out / "job.json", options.job_limit_s) if cases else None
+        if not cases:
+            continue
+        got = run_job(kind, ranks, cases, options.out / "job.json", options.job_limit_s, options.transport)
         if not got:
             continue
         figures["copy_rate"] = max(got["copy_rate"] or 0, figures.get("copy_rate", 0))
@@ -343,6 +349,7 @@ def parse():
     options.add_argument("--contestants")
     options.add_argument("--sizes", default=",".join(map(str, SIZES)))
     options.add_argument("--repetitions", type=int, default=3)
+    options.add_argument("--transport", choices=["auto", "tcp"], default="auto")
     options.add_argument("--raw", help="the program bench_coll_shm (make -C tests/c T=bench_coll_shm)")
     options.add_argument("--limit-s", type=float, default=3600, help="begins no further part after this time")
     options.add_argument("--job-limit-s", type=float, default=60, help="a job that takes longer is given up")

@@ -158,7 +158,8 @@ def _fails_in_the_background(rank, world):
     for work in works:
         assert isinstance(work.exception(), cdist.PeerLostError)
         for _ in range(2):
-            with pytest.raises(cdist.PeerLostError, match="rank 1"):
+            # Rank 1, or itself: the end of the control connection that it cut may be known first.
+            with pytest.raises(cdist.PeerLostError, match="rank [01]"):
                 work.wait()
     return "raised"
 

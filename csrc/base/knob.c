@@ -12,6 +12,9 @@ static const cd_knob_row rows[] = {
     {"CDIST_PLAN", "",
      "overrides the choice of algorithms: \"all_reduce:0-64K:shm_small;all_reduce:64K-:shm_stage\""},
     {"CDIST_SIMD", "auto", "instruction set of the kernels: auto, scalar, avx2, avx512, neon"},
+    {"CDIST_SINGLE_COPY", "auto",
+     "large messages within a host are read in the sender's memory (process_vm_readv): auto (where the kernel allows it "
+     "and it is faster), always (where allowed), never"},
     {"CDIST_ARENA_BYTES", "auto",
      "shared arena per rank: auto (as much as the host has memory, at most 64G) or bytes (K, M, G); 0: none"},
     {"CDIST_REDUCER", "auto",

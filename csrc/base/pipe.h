@@ -6,6 +6,7 @@
 #include "base/status.h"
 
 #include <stddef.h>
+#include <stdint.h>
 
 typedef struct cd_pipe cd_pipe;
 
@@ -25,6 +26,11 @@ typedef struct {
     /* Wakes a peer that polls this pipe; any thread; the object stays valid. */
     void (*close)(cd_pipe *);
     void (*free)(cd_pipe *);
+    /* Both NULL where no pipe of this kind can read the peer's memory. Whether this one may; the first call asks the kernel. */
+    bool (*reaches_peer)(cd_pipe *);
+    /* Copies from address `there` in the peer's process, without its help. False: that cannot be read, and a part of `out` may
+     * be written. */
+    bool (*read_peer)(cd_pipe *, void *out, uint64_t there, size_t bytes);
 } cd_pipe_ops;
 
 struct cd_pipe {

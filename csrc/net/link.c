@@ -108,7 +108,7 @@ static void link_free(cd_pipe *pipe)
     free(pipe);
 }
 
-static const cd_pipe_ops link_ops = {"tcp", link_send, link_recv, link_close, link_free};
+static const cd_pipe_ops link_ops = {"tcp", link_send, link_recv, link_close, link_free, NULL, NULL};
 
 cd_status cd_link_open(int socket, int peer, cd_pipe **out)
 {

@@ -1,5 +1,7 @@
 #include "net/mesh_core.h"
 
+#include "base/knob.h"
+
 #include <errno.h>
 #include <linux/sockios.h>
 #include <stdlib.h>
@@ -20,13 +22,29 @@ static void init_changed(cd_mesh *mesh)
     pthread_condattr_destroy(&attributes);
 }
 
+static cd_status read_reach(cd_mesh_reach *reach_p)
+{
+    static const char *const names[] = {"auto", "always", "never"};
+    const char *text = cd_knob("CDIST_SINGLE_COPY");
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(text, names[i]) == 0) {
+            *reach_p = (cd_mesh_reach)i;
+            return CD_OK;
+        }
+    }
+    return cd_fail(CD_BAD_ARGUMENT, "CDIST_SINGLE_COPY='%.100s' is none of auto, always, never", text);
+}
+
 cd_status cd_mesh_create(int rank, int world, cd_mesh **out)
 {
+    cd_mesh_reach reach = CD_MESH_REACH_AUTO;
     if (world < 1 || rank < 0 || rank >= world)
         return cd_fail(CD_BAD_ARGUMENT, "mesh: rank %d is not in a world of %d", rank, world);
+    CD_TRY(read_reach(&reach));
     cd_mesh *mesh = calloc(1, sizeof *mesh);
     if (!mesh)
         return cd_fail(CD_NO_MEMORY, "mesh: no memory for %zu bytes", sizeof *mesh);
+    mesh->reach = reach;
     mesh->rank = rank;
     mesh->world = world;
     mesh->event = -1;
@@ -260,8 +278,10 @@ static void cancel_recv(cd_mesh *mesh, cd_xfer *x)
         p->in.xfer = NULL;
         p->in.to = NULL;
         break;
+    case CD_XFER_READING:
+    case CD_XFER_TOOK:
     case CD_XFER_ARRIVING:
-        cd_xfers_remove(&p->arriving, x);
+        cd_xfers_remove(x->state == CD_XFER_READING ? &p->reading : &p->arriving, x);
         if (p->in.xfer == x) {
             p->in.xfer = NULL;
             p->in.to = NULL;

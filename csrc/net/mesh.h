@@ -5,7 +5,8 @@
  * Vocabulary. A *transfer* is one send or one receive. *Context* separates groups and uses within a group. *Eager*: a message
  * whose body follows its header at once (up to CD_MESH_EAGER bytes); if nobody waits for it yet it is kept on the heap.
  * *Rendezvous*: a larger one, whose body is sent only after the receiver has said that it has posted the receive, so that it
- * goes straight into the caller's memory and a stream is never blocked by a message that nobody wants yet.
+ * goes straight into the caller's memory and a stream is never blocked by a message that nobody wants yet. Where the pipe can
+ * read the peer's memory and that is faster, the receiver copies the body from there (CDIST_SINGLE_COPY, mesh_reach.c).
  *
  * Threads: every function may be called from any thread; one lock inside. Progress is made by whoever waits, and by a helper
  * thread of the mesh while asynchronous transfers are outstanding and nobody waits.
@@ -47,6 +48,8 @@ typedef struct cd_xfer {
     uint32_t state, ticket, their_ticket;
     uint32_t their_signature; /* after CD_MISMATCH: what the other side posted */
     size_t their_bytes;
+    uint64_t there;        /* receive: where the body lies in the sender's process */
+    uint64_t took_ns;      /* receive of a large message: spent on its body so far; while it comes in pieces, when it began */
     int source;            /* receive: the world rank that sent */
     cd_error *error;       /* NULL = fine; owned by the transfer: free with cd_xfer_clear */
     uint64_t failure;      /* number of an asynchronous send's failure, for cd_mesh_tell */

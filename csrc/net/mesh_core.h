@@ -1,5 +1,6 @@
 /* The inside of the mesh, shared by its files: mesh.c (what callers ask for), mesh_match.c (who gets which message),
- * mesh_move.c (frames in and out of pipes), mesh_wait.c (waiting, naps, the helper thread). Private to net/mesh*.
+ * mesh_move.c (frames in and out of pipes), mesh_reach.c (bodies read in the sender's memory), mesh_wait.c (waiting,
+ * naps, the helper thread). Private to net/mesh*.
  *
  * All functions here are called with mesh->lock held unless they say otherwise. */
 #ifndef CD_NET_MESH_CORE_H
@@ -25,7 +26,9 @@ typedef enum {
     CD_XFER_POSTED,   /* receive: in peer->posted or mesh->any */
     CD_XFER_CLAIMED,  /* receive: has a kept message whose body is still coming in */
     CD_XFER_DIRECT,   /* receive: the eager body that is coming in goes to its memory */
-    CD_XFER_ARRIVING  /* receive: in peer->arriving, the sender was told */
+    CD_XFER_ARRIVING, /* receive: in peer->arriving, the sender was told */
+    CD_XFER_READING,  /* receive: in peer->reading, the body is read in the sender's memory */
+    CD_XFER_TOOK      /* receive: in peer->arriving, the body was read; the sender is to confirm */
 } cd_xfer_state;
 
 typedef struct {
@@ -43,14 +46,24 @@ typedef struct cd_kept {
     bool is_whole;
     cd_xfer *claimed;  /* the receive that gets it when its body is in */
     cd_xfer *self;     /* the own send whose memory has the body */
+    uint64_t there;    /* announced: where the body lies in the sender's process, 0: not to be read there */
     char body[];
 } cd_kept;
+
+/* How fast large messages of about one size came from a peer either way. */
+typedef struct {
+    uint32_t messages;
+    uint64_t ring_ns, read_ns; /* a KiB; 0: not measured yet */
+} cd_mesh_pace;
+
+typedef enum { CD_MESH_REACH_AUTO, CD_MESH_REACH_ALWAYS, CD_MESH_REACH_NEVER } cd_mesh_reach;
 
 typedef struct {
     cd_pipe *pipe;     /* NULL: unreachable */
     cd_error *lost;    /* no longer NULL: why nothing goes to this peer any more */
     cd_error *deaf;    /* sending failed; what the peer sent before is still read */
-    cd_xfers first, asked, bodies, posted, arriving;
+    cd_xfers first, asked, bodies, posted, arriving, reading;
+    cd_mesh_pace pace[3]; /* by size, see mesh_reach.c */
     cd_kept *kept, **kept_last;
     size_t kept_bytes;
     bool told_slow;    /* we asked the peer to announce everything */
@@ -80,6 +93,7 @@ typedef struct {
 struct cd_mesh {
     pthread_mutex_t lock;
     int rank, world;
+    cd_mesh_reach reach;
     cd_mesh_peer *peers;
     int *attached, attached_count; /* ranks with a pipe */
     cd_xfers any;                  /* receives from anyone */
@@ -135,8 +149,10 @@ void cd_mesh_accept(cd_mesh *mesh, int source, cd_kept *kept, cd_xfer *xfer);
 /* Size and signature against what was posted; on disagreement the receive is completed with the error, and false. `ticket`: of
  * a message that was only announced, whose sender is told; −1: its body comes anyway. */
 bool cd_mesh_admits(cd_mesh *mesh, int source, cd_xfer *xfer, size_t bytes, uint32_t signature, int64_t ticket);
-/* Tells the sender that the receive stands ready. */
-void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, size_t bytes, cd_xfer *xfer);
+/* The receive gets an announced message: begins to read it at `there`, or asks for it. */
+void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, uint64_t there, size_t bytes, cd_xfer *xfer);
+/* Tells the sender that the receive stands ready for the body. */
+void cd_mesh_invite_body(cd_mesh *mesh, int source, cd_xfer *xfer);
 bool cd_mesh_is_forgotten(const cd_mesh *mesh, uint64_t context);
 void cd_mesh_lose(cd_mesh *mesh, int peer, const cd_error *why);
 /* Sending failed: all sends end with the error. */
@@ -153,8 +169,22 @@ bool cd_mesh_has_rest(const cd_mesh *mesh);
 bool cd_mesh_push(cd_mesh *mesh, int peer);
 bool cd_mesh_pull(cd_mesh *mesh, int peer);
 bool cd_mesh_progress(cd_mesh *mesh);
+/* One writer at a time: the lock's holder. */
+void cd_mesh_count_sent(cd_mesh *mesh, uint64_t bytes);
 /* Makes the frame that is going out independent of this send's memory; false: no memory, the peer was lost instead. */
 bool cd_mesh_detach_output(cd_mesh *mesh, int peer, cd_xfer *xfer);
+
+/* mesh_reach.c */
+/* The address that the announcement of a send names, 0: none. */
+uint64_t cd_mesh_offer(const cd_mesh *mesh, const cd_mesh_peer *peer, const cd_xfer *xfer);
+/* Whether to read a body of that many bytes. */
+bool cd_mesh_reads(const cd_mesh *mesh, cd_mesh_peer *peer, uint64_t there, size_t bytes);
+/* Reads the next part of the first of peer->reading; true. */
+bool cd_mesh_read_some(cd_mesh *mesh, int peer);
+void cd_mesh_take_took(cd_mesh *mesh, int peer, const cd_frame *frame);
+void cd_mesh_take_held(cd_mesh *mesh, int peer, const cd_frame *frame);
+/* A body has come one way or the other in that time. */
+void cd_mesh_note_pace(cd_mesh_peer *peer, const cd_xfer *xfer, bool read, uint64_t ns);
 
 /* mesh_wait.c */
 /* Unlocks, and wakes those that sleep if there is news for them. */

@@ -234,16 +234,29 @@ bool cd_mesh_admits(cd_mesh *mesh, int source, cd_xfer *x, size_t bytes, uint32_
     return false;
 }
 
-void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, size_t bytes, cd_xfer *x)
+void cd_mesh_invite_body(cd_mesh *mesh, int source, cd_xfer *x)
 {
-    x->source = source;
-    x->bytes = bytes;
     x->moved = 0;
-    x->ticket = ++mesh->ticket;
-    x->their_ticket = their_ticket;
     x->state = CD_XFER_ARRIVING;
     cd_xfers_push(&mesh->peers[source].arriving, x);
-    cd_mesh_control(mesh, source, CD_FRAME_READY, their_ticket, x->ticket);
+    cd_mesh_control(mesh, source, CD_FRAME_READY, x->their_ticket, x->ticket);
+}
+
+void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, uint64_t there, size_t bytes, cd_xfer *x)
+{
+    cd_mesh_peer *p = &mesh->peers[source];
+    x->source = source;
+    x->bytes = bytes;
+    x->ticket = ++mesh->ticket;
+    x->their_ticket = their_ticket;
+    if (!cd_mesh_reads(mesh, p, there, bytes)) {
+        cd_mesh_invite_body(mesh, source, x);
+        return;
+    }
+    x->moved = 0;
+    x->there = there;
+    x->state = CD_XFER_READING;
+    cd_xfers_push(&p->reading, x);
 }
 
 static void accept_own(cd_mesh *mesh, cd_kept *kept, cd_xfer *x)
@@ -275,7 +288,7 @@ void cd_mesh_accept(cd_mesh *mesh, int source, cd_kept *kept, cd_xfer *x)
         return;
     }
     if (kept->is_announced) {
-        cd_mesh_invite(mesh, source, kept->ticket, kept->bytes, x);
+        cd_mesh_invite(mesh, source, kept->ticket, kept->there, kept->bytes, x);
         cd_mesh_drop_kept(mesh, source, kept);
         return;
     }
@@ -344,6 +357,7 @@ void cd_mesh_lose(cd_mesh *mesh, int peer, const cd_error *why)
     p->in.xfer = NULL;
     fail_all(mesh, &p->posted, p->lost);
     fail_all(mesh, &p->arriving, p->lost);
+    fail_all(mesh, &p->reading, p->lost);
     /* Whole messages can still be received; the others never will be. */
     for (cd_kept *kept = p->kept, *next; kept; kept = next) {
         next = kept->next;

@@ -78,6 +78,7 @@ static void start_message(cd_mesh *mesh, cd_mesh_peer *p, cd_xfer *x)
                               .signature = x->signature};
     if (!eager) {
         x->ticket = p->out.frame.ticket = ++mesh->ticket;
+        p->out.frame.there = cd_mesh_offer(mesh, p, x);
         x->state = CD_XFER_ASKED;
         cd_xfers_push(&p->asked, x);
         return;
@@ -129,6 +130,12 @@ static bool start_frame(cd_mesh *mesh, cd_mesh_peer *p)
     return true;
 }
 
+void cd_mesh_count_sent(cd_mesh *mesh, uint64_t bytes)
+{
+    uint64_t sent = atomic_load_explicit(&mesh->bytes_sent, memory_order_relaxed) + bytes;
+    atomic_store_explicit(&mesh->bytes_sent, sent, memory_order_relaxed);
+}
+
 static void finish_frame(cd_mesh *mesh, cd_mesh_peer *p)
 {
     cd_xfer *x = p->out.xfer;
@@ -139,8 +146,7 @@ static void finish_frame(cd_mesh *mesh, cd_mesh_peer *p)
     uint8_t kind = p->out.frame.kind;
     if (kind != CD_FRAME_EAGER && kind != CD_FRAME_BODY)
         return;
-    uint64_t sent = atomic_load_explicit(&mesh->bytes_sent, memory_order_relaxed) + p->out.frame.bytes;
-    atomic_store_explicit(&mesh->bytes_sent, sent, memory_order_relaxed); /* one writer at a time: the lock's holder */
+    cd_mesh_count_sent(mesh, p->out.frame.bytes);
     if (!x)
         return;
     if (kind == CD_FRAME_BODY) {
@@ -246,7 +252,7 @@ static cd_status take_ask(cd_mesh *mesh, int peer, const cd_frame *f)
     cd_xfer *x = cd_mesh_take_posted(mesh, peer, match);
     if (x) {
         if (cd_mesh_admits(mesh, peer, x, (size_t)f->bytes, f->signature, f->ticket))
-            cd_mesh_invite(mesh, peer, f->ticket, (size_t)f->bytes, x);
+            cd_mesh_invite(mesh, peer, f->ticket, f->there, (size_t)f->bytes, x);
     } else if (cd_mesh_is_forgotten(mesh, match.context)) {
         cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, f->ticket, CD_ABORTED);
     } else {
@@ -254,6 +260,7 @@ static cd_status take_ask(cd_mesh *mesh, int peer, const cd_frame *f)
         if (!kept)
             return cd_last_error()->code;
         kept->is_announced = true;
+        kept->there = f->there;
     }
     return CD_OK;
 }
@@ -274,11 +281,13 @@ static cd_status take_segment(cd_mesh *mesh, int peer, const cd_frame *f)
 {
     cd_mesh_peer *p = &mesh->peers[peer];
     cd_xfer *x = cd_xfers_find(&p->arriving, f->ticket);
-    if (!x)
+    if (!x || x->state != CD_XFER_ARRIVING)
         return CD_OK; /* cancelled in the meantime: the body is read and dropped */
     if (f->offset != x->moved || f->bytes > x->bytes - x->moved || (f->bytes == 0 && x->bytes != 0))
         return cd_fail_rank(CD_PROTOCOL, peer, "rank %d sends %llu bytes at %llu of a message of %zu, of which %zu are here",
                             peer, (unsigned long long)f->bytes, (unsigned long long)f->offset, x->bytes, x->moved);
+    if (x->moved == 0)
+        x->took_ns = cd_now_ns(); /* when it began */
     p->in.xfer = x;
     p->in.to = f->bytes ? x->data + x->moved : NULL;
     return CD_OK;
@@ -293,9 +302,12 @@ static void take_drop(cd_mesh *mesh, int peer, const cd_frame *f)
             return;
         }
     }
-    for (cd_xfer *x = p->arriving.first; x; x = x->next) {
-        if (x->their_ticket == f->ticket) {
-            cd_xfers_remove(&p->arriving, x);
+    cd_xfers *lists[] = {&p->arriving, &p->reading};
+    for (int i = 0; i < 2; i++) {
+        for (cd_xfer *x = lists[i]->first; x; x = x->next) {
+            if (x->their_ticket != f->ticket)
+                continue;
+            cd_xfers_remove(lists[i], x);
             cd_fail_rank(CD_ABORTED, peer, "rank %d cancelled its message with tag %lld", peer, (long long)x->match.tag);
             cd_mesh_complete(mesh, x, cd_last_error());
             return;
@@ -347,6 +359,8 @@ static cd_status take_header(cd_mesh *mesh, int peer)
     case CD_FRAME_REFUSE: take_refusal(mesh, peer, f); break;
     case CD_FRAME_SLOW: p->is_slow = true; break;
     case CD_FRAME_FAST: p->is_slow = false; break;
+    case CD_FRAME_TOOK: cd_mesh_take_took(mesh, peer, f); break;
+    case CD_FRAME_HELD: cd_mesh_take_held(mesh, peer, f); break;
     case CD_FRAME_KINDS: break;
     }
     return CD_OK;
@@ -365,6 +379,7 @@ static void finish_input(cd_mesh *mesh, int peer)
         if (x->moved < x->bytes)
             return;
         cd_xfers_remove(&p->arriving, x);
+        cd_mesh_note_pace(p, x, false, cd_now_ns() - x->took_ns);
     }
     if (x)
         cd_mesh_complete(mesh, x, NULL);
@@ -439,6 +454,8 @@ bool cd_mesh_progress(cd_mesh *mesh)
         if (p->lost)
             continue;
         if (cd_mesh_pull(mesh, peer))
+            moved = true;
+        if (p->reading.first && !p->lost && cd_mesh_read_some(mesh, peer))
             moved = true;
         if (cd_mesh_has_output(p) && cd_mesh_push(mesh, peer))
             moved = true;

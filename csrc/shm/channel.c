@@ -1,7 +1,10 @@
 #include "shm/channel.h"
 
 #include "base/attr.h"
+#include "base/log.h"
+#include "shm/reach.h"
 
+#include <errno.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,6 +22,7 @@ typedef struct {
     /* the writer's line */
     CD_ALIGNED(CD_LINE) _Atomic uint64_t head;
     _Atomic uint32_t writer_closed;
+    cd_reach_card card; /* the writer's; written before its first byte, whose head publishes it */
     /* the reader's line */
     CD_ALIGNED(CD_LINE) _Atomic uint64_t tail;
     _Atomic uint32_t reader_closed;
@@ -34,6 +38,8 @@ typedef struct {
     uint64_t out_head, out_tail;
     uint64_t in_head, in_tail;
     _Atomic uint32_t closed;
+    enum { REACH_UNKNOWN, REACH_NONE, REACH_FINE } reach; /* is the peer's own memory to be read? */
+    uint64_t token;                                       /* see shm/reach.h */
 } channel;
 
 static uint64_t choose_ring_bytes(int ranks)
@@ -183,7 +189,35 @@ static void channel_free(cd_pipe *pipe)
     free(pipe);
 }
 
-static const cd_pipe_ops channel_ops = {"shm", channel_send, channel_recv, channel_close, channel_free};
+static bool channel_reaches(cd_pipe *pipe)
+{
+    channel *c = (channel *)pipe;
+    if (cd_unlikely(c->reach == REACH_UNKNOWN)) {
+        int error = cd_reach_probe(&c->in->card);
+        c->reach = error ? REACH_NONE : REACH_FINE;
+        if (error)
+            cd_log_about("plan", "large messages from rank %d come through shared memory only: its own cannot be read (%s)",
+                         pipe->peer, strerror(error));
+        else
+            cd_log_about("plan", "large messages from rank %d come through shared memory or are read in its own",
+                         pipe->peer);
+    }
+    return c->reach == REACH_FINE;
+}
+
+static bool channel_read_peer(cd_pipe *pipe, void *out, uint64_t there, size_t bytes)
+{
+    channel *c = (channel *)pipe;
+    int error = cd_reach_read(&c->in->card, out, there, bytes);
+    /* EFAULT: this memory alone cannot be read, as that of a device. Otherwise the peer is gone, or what it may be asked for has
+     * changed. */
+    if (error && error != EFAULT)
+        c->reach = REACH_NONE;
+    return error == 0;
+}
+
+static const cd_pipe_ops channel_ops = {"shm",        channel_send,     channel_recv,     channel_close,
+                                        channel_free, channel_reaches, channel_read_peer};
 
 cd_status cd_channel_open(void *memory, int ranks, int local, int peer_local, int peer_world_rank, cd_pipe **out)
 {
@@ -200,6 +234,7 @@ cd_status cd_channel_open(void *memory, int ranks, int local, int peer_local, in
     c->in_tail = atomic_load_explicit(&c->in->tail, memory_order_relaxed);
     c->out_tail = atomic_load_explicit(&c->out->tail, memory_order_acquire);
     c->in_head = c->in_tail;
+    cd_reach_offer(&c->out->card, &c->token);
     *out = &c->pipe;
     return CD_OK;
 }

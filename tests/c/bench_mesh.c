@@ -117,10 +117,20 @@ int main(int argc, char **argv)
     size_t bytes = (cd_channels_bytes(2) + 4095) & ~(size_t)4095;
     w.memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(w.memory != MAP_FAILED);
-    for (int r = 0; r < 2; r++)
-        CHECK_OK(cd_mesh_create(r, 2, &w.mesh[r]));
-    world_join(&w, 0, 1, kind);
+    if (kind != WORLD_SHM) {
+        for (int r = 0; r < 2; r++)
+            CHECK_OK(cd_mesh_create(r, 2, &w.mesh[r]));
+        world_join(&w, 0, 1, kind);
+    }
     pid_t child = fork();
+    if (kind == WORLD_SHM) {
+        /* Each in its own process, whose memory the other may read. */
+        int me = child ? 0 : 1;
+        cd_pipe *pipe;
+        CHECK_OK(cd_mesh_create(me, 2, &w.mesh[me]));
+        CHECK_OK(cd_channel_open(w.memory, 2, me, 1 - me, 1 - me, &pipe));
+        cd_mesh_attach(w.mesh[me], pipe);
+    }
     body(child ? 0 : 1, w.mesh);
     if (!child)
         _exit(0);

@@ -53,7 +53,7 @@ static void narrow_free(cd_pipe *pipe)
     free(n);
 }
 
-static const cd_pipe_ops narrow_ops = {"narrow", narrow_send, narrow_recv, narrow_close, narrow_free};
+static const cd_pipe_ops narrow_ops = {"narrow", narrow_send, narrow_recv, narrow_close, narrow_free, NULL, NULL};
 
 static cd_pipe *make_narrow(cd_pipe *inner, uint64_t seed, size_t most)
 {
@@ -184,7 +184,7 @@ static void script_close(cd_pipe *pipe)
     (void)pipe;
 }
 
-static const cd_pipe_ops script_ops = {"script", script_send, script_recv, script_close, script_close};
+static const cd_pipe_ops script_ops = {"script", script_send, script_recv, script_close, script_close, NULL, NULL};
 
 /* Frames that are mostly right, with fields that mostly are not. */
 static size_t make_script(uint64_t *random, uint8_t *out, size_t room)

@@ -44,7 +44,7 @@ static void release(cd_pipe *pipe)
     free(pipe);
 }
 
-static const cd_pipe_ops ops = {"fed", swallow, feed, shut, release};
+static const cd_pipe_ops ops = {"fed", swallow, feed, shut, release, NULL, NULL};
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
 {
