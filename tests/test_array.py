@@ -120,6 +120,21 @@ def test_lazy_torch_views_are_refused():
         read(z.conj())
     with pytest.raises(ValueError, match="lazy negative view"):
         read(z.conj().imag)
+    for one in (
+        z[:1, :1],
+        z[0, 1],
+        torch.ones(1, dtype=torch.complex128),
+        torch.ones((), dtype=torch.complex64),
+    ):
+        for view in (one.conj().imag, one.conj().imag.detach()):
+            with pytest.raises(ValueError, match="lazy negative view: pass tensor.resolve_neg"):
+                read(view)
+            assert read(view.resolve_neg())["bytes"] == (-one.imag).numpy().tobytes()
+        assert read(one.imag)["bytes"] == one.imag.numpy().tobytes()
+    with pytest.raises(ValueError, match="lazy negative view"):
+        read(torch._neg_view(z))
+    with pytest.raises(ValueError, match="lazy negative view"):
+        read(torch._neg_view(torch.ones(1 << 16)))
     assert read(z.imag)["bytes"] == np.ones((2, 2), "f4").tobytes()
 
 
@@ -178,6 +193,17 @@ def test_outputs_whose_elements_share_memory_are_refused():
     shared = np.lib.stride_tricks.as_strided(np.zeros(4), (3, 4), (0, 8))
     with pytest.raises(ValueError, match="share one place"):
         read(shared, True)
+
+
+def test_masks_are_not_ignored():
+    x = np.ma.masked_array(np.arange(4.0), mask=[False, True, False, False])
+    for hidden in (x, x.reshape(2, 2), np.ma.masked_array(np.zeros(2, [("a", "f4")]), [(0,), (1,)])):
+        for output in (False, True):
+            with pytest.raises(TypeError, match=r"`tensor` is a masked array.*pass x.filled\(value\)"):
+                read(hidden, output)
+    assert read(x.filled(7))["bytes"] == np.array([0.0, 7, 2, 3]).tobytes()
+    for open_ in (np.ma.masked_array(np.arange(3.0)), np.ma.masked_array(np.arange(3.0), mask=[False] * 3)):
+        assert read(open_, True)["bytes"] == np.arange(3.0).tobytes()
 
 
 @pytest.mark.parametrize("scalar", [1, 1.5, True, "x", np.float64(3), np.int8(1), 2j])

@@ -39,7 +39,7 @@ def _bad(rank, world):
         x + 0j,
         ReduceOp.MAX,
     )
-    _raises(TypeError, "can be moved but not reduced", cdist.all_reduce, x.astype(">f8"))
+    _raises(TypeError, "moved but not reduced: reduce a copy in numbers", cdist.all_reduce, x.astype(">f8"))
     _raises(TypeError, "can be moved but not reduced", cdist.all_reduce, x.astype("M8[s]"))
     _raises(ValueError, "timeout", cdist.all_reduce, x, timeout=-1)
     _raises(TypeError, "timeout", cdist.all_reduce, x, timeout="1")

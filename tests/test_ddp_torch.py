@@ -307,6 +307,159 @@ def test_missing_gradient_is_named_on_every_rank():
         assert "find_unused_parameters=True" in texts[0]
 
 
+class Failing(torch.autograd.Function):
+    """Raises in backward when `fails`."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ArithmeticError("in backward")
+        return grad, None
+
+
+class Chain(nn.Module):
+    """Two layers of one bucket each, and failures below the first, between them or above both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x, fails=None):
+        x = Failing.apply(x, fails == "below")
+        x = Failing.apply(self.one(x), fails == "between")
+        return Failing.apply(self.two(x), fails == "above")
+
+
+def fail_in_backward(ddp, optimizer, batch, where):
+    x, y = batch
+    with pytest.raises(ArithmeticError, match="in backward"):
+        nn.functional.mse_loss(ddp(x.clone().requires_grad_(), where), y).backward()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+def test_step_after_an_exception_in_backward(kwargs):
+    """Where no reduction began the next step is like any: on all ranks, or on one that skips a batch."""
+
+    def body(rank, world, alone):
+        ddp = cdist.DistributedDataParallel(Chain(), **kwargs)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number, batch in enumerate(vectors(4, 8)):
+            x, y = shard(batch, rank, world)
+            if number > 1 and (rank == 0 or not alone):
+                fail_in_backward(ddp, optimizer, (x, y), "between")
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+        return numbers(ddp)
+
+    for alone in (False, True):
+        mine = run(body, 2, alone)
+        for ours, theirs in zip(*mine, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_exception_in_backward_after_reductions_began(hooked):
+    def body(rank, world, where):
+        # A bucket for each layer: that of the second goes before the first layer's gradients are there.
+        ddp = cdist.DistributedDataParallel(Chain(), bucket_cap_mb=1e-5)
+        if hooked:
+            from cdist.parallel.hooks import allreduce_hook
+
+            ddp.register_comm_hook(None, allreduce_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        said = []
+        for number, batch in enumerate(vectors(6, 8)):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad()
+            if number in (2, 4):
+                fail_in_backward(ddp, optimizer, (x, y), where)
+                with pytest.raises(
+                    RuntimeError, match="exception left an earlier backward pass in the middle"
+                ) as caught:
+                    ddp(x)
+                said.append(str(caught.value))
+                optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+        return numbers(ddp), said
+
+    for where, remedy in (("between", "go on with the next step"), ("below", "load a checkpoint")):
+        (mine, said), (theirs, too) = run(body, 2, where)
+        assert all(remedy in text for text in said + too)
+        for ours, other in zip(mine, theirs, strict=True):
+            np.testing.assert_array_equal(ours, other)
+
+
+def test_negative_views_as_gradients():
+    """torch may leave a gradient as a lazy negation of what lies in memory: a conjugate's imaginary part."""
+
+    class Imaginary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p = nn.Parameter(torch.tensor([2.0]))
+
+        def forward(self, x):
+            return (torch.complex(x, self.p).conj() * torch.tensor([1 + 2j])).real.sum()
+
+    def body(rank, world):
+        plain = Imaginary()
+        plain(torch.ones(1)).backward()
+        ddp = cdist.DistributedDataParallel(Imaginary())
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.ones(1)).backward()
+            assert ddp.module.p.grad.tolist() == plain.p.grad.tolist()
+        return plain.p.grad.is_neg()
+
+    assert all(run(body, 2))
+
+
+def test_an_evaluation_broadcasts_buffers_once():
+    """As torch's: so ranks may evaluate different numbers of batches."""
+
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(small(norm=True))
+        for x, y in vectors(2, 8):
+            ddp.train()
+            nn.functional.mse_loss(ddp(x), y).backward()
+            ddp.eval()
+            with torch.no_grad():
+                for _ in range(1 + 3 * rank):
+                    ddp(x)
+        return numbers(ddp)
+
+    for ours, theirs in zip(*run(body, 2), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_evaluation_on_one_rank_says_what_to_do():
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(small(norm=True))
+        x, y = vectors(1, 8)[0]
+
+        def train():
+            nn.functional.mse_loss(ddp(x), y).backward()
+            if rank == 0:
+                with torch.no_grad():
+                    ddp.eval()(x)
+            for _ in range(2):
+                nn.functional.mse_loss(ddp.train()(x), y).backward()
+
+        with pytest.raises(cdist.DistError) as caught:
+            train()
+        return "".join(getattr(caught.value, "__notes__", []))
+
+    assert any("use ddp.module for an evaluation on one rank" in note for note in run(body, 2))
+
+
 def test_backward_in_two_parts():
     def body(rank, world):
         torch.manual_seed(0)

@@ -132,6 +132,32 @@ def test_every_byte_comes_back(store):
     assert store.multi_get([f"byte{value}" for value in range(256)]) == [bytes([v]) * 3 for v in range(256)]
 
 
+def test_values_are_buffers_too(store):
+    store.set("a", bytearray(b"\x00one"))
+    assert store.get("a") == b"\x00one"
+    store.set("a", memoryview(b"t-w-o")[::2])
+    assert store.get("a") == b"two"
+    store.append("l", "a")
+    store.append("l", bytearray(b"b"))
+    values = (bytearray(b"1"), memoryview(b"2"))
+    store.multi_set(["x", "y"], values)
+    assert [type(value) for value in values] == [bytearray, memoryview]
+    assert store.multi_get(["l", "x", "y"]) == [b"ab", b"1", b"2"]
+    for bad in (1, None, ["a"]):
+        with pytest.raises(TypeError, match="value must be str or bytes"):
+            store.set("a", bad)
+        with pytest.raises(TypeError, match="values must be str or bytes"):
+            store.multi_set(["a"], [bad])
+
+
+def test_buffers_in_compare_set_and_queues():
+    store = HashStore()
+    assert store.compare_set("k", bytearray(), bytearray(b"v")) == b"v"
+    assert store.compare_set("k", memoryview(b"v"), "w") == b"w"
+    store.queue_push("q", bytearray(b"item"))
+    assert store.queue_pop("q") == b"item"
+
+
 def test_compare_set(store):
     assert store.compare_set("k", "other", "v") == b"other"
     assert not store.check(["k"])

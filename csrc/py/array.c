@@ -65,6 +65,26 @@ static int refuse_objects(PyArray_Descr *descr, const char *name)
     return -1;
 }
 
+/* numpy.ma: its mask lies beside the memory. One that hides nothing does no harm. */
+static int refuse_mask(PyObject *object, const char *name)
+{
+    if (!PyObject_HasAttrString(object, "filled") || !PyObject_HasAttrString(object, "harden_mask"))
+        return 0;
+    PyObject *mask = PyObject_GetAttrString(object, "mask");
+    PyObject *any = mask ? PyObject_CallMethod(mask, "any", NULL) : NULL; /* fails for the masks of records */
+    int hides = any ? PyObject_IsTrue(any) : 1;
+    Py_XDECREF(mask);
+    Py_XDECREF(any);
+    PyErr_Clear();
+    if (!hides)
+        return 0;
+    PyErr_Format(PyExc_TypeError,
+                 "parameter `%s` is a masked array, and masks are not sent: pass x.filled(value), or x.data and "
+                 "numpy.ma.getmaskarray(x) one by one",
+                 name);
+    return -1;
+}
+
 /* --------------------------------------------------------------------------------------------------------- layout */
 
 int cd_py_array_refuse_dims(const char *name, int ndim)
@@ -274,7 +294,7 @@ static int read_other(cd_py_state *state, PyObject *object, const char *name, cd
     if (cd_py_cupy_find(state, Py_TYPE(object)))
         return cd_py_cupy_read(state, object, name, out);
     if (PyArray_Check(object))
-        return read_numpy((PyArrayObject *)object, name, out);
+        return refuse_mask(object, name) < 0 ? -1 : read_numpy((PyArrayObject *)object, name, out);
     if (PyType_Check(object) || (PyArray_IsAnyScalar(object) && !PyBytes_Check(object)))
         return refuse_object(object, name);
     PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
@@ -302,7 +322,7 @@ int cd_py_array_read(cd_py_state *state, PyObject *object, const char *name, cd_
     else if ((PyObject *)Py_TYPE(object) == state->cupy_type)
         result = cd_py_cupy_read(state, object, name, out);
     else if ((api = cd_py_dlpack_table(state, Py_TYPE(object))))
-        result = cd_py_dlpack_export(api, object, name, out);
+        result = cd_py_dlpack_export(state, api, object, name, out);
     else
         result = read_other(state, object, name, out);
     if (cd_likely(result == 0) && use == CD_PY_OUTPUT)
@@ -432,7 +452,9 @@ int cd_py_array_add(PyObject *module)
     state->strides_name = PyUnicode_InternFromString("strides");
     state->dtype_name = PyUnicode_InternFromString("dtype");
     state->packed_name = PyUnicode_InternFromString("_c_contiguous");
+    state->is_neg_name = PyUnicode_InternFromString("is_neg");
+    state->is_conj_name = PyUnicode_InternFromString("is_conj");
     bool made = state->array_types && state->data_name && state->ptr_name && state->device_id_name && state->shape_name &&
-                state->strides_name && state->dtype_name && state->packed_name;
+                state->strides_name && state->dtype_name && state->packed_name && state->is_neg_name && state->is_conj_name;
     return made ? PyModule_AddFunctions(module, methods) : -1;
 }

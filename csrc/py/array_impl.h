@@ -12,6 +12,14 @@ int cd_py_array_refuse_dims(const char *name, int ndim);
 /* Sets count and, unless the elements lie in C order without gaps, dims. Strides are in units of `unit` bytes; NULL: C order. */
 void cd_py_array_set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t unit);
 
+/* torch keeps a sign as a bit beside the memory on the imaginary parts of a conjugate: an element behind one of its own size.
+ * What torch allocates is aligned to more than a complex number, so imaginary parts lie at odd multiples of their size. False:
+ * no such view. */
+static inline bool cd_py_array_may_be_imaginary(const void *data, size_t item_bytes)
+{
+    return ((uintptr_t)data & item_bytes) != 0;
+}
+
 /* Sets dtype, item_bytes and swapped from what numpy.dtype takes. */
 int cd_py_array_set_dtype(PyObject *dtype, const char *name, cd_py_array *out);
 
@@ -23,7 +31,8 @@ int cd_py_cupy_stream(const cd_py_state *state, void **stream_p);
 
 /* The table of `type`, remembered in module state; NULL: it has none (no exception). */
 const cd_dl_exchange *cd_py_dlpack_table(cd_py_state *state, PyTypeObject *type);
-int cd_py_dlpack_export(const cd_dl_exchange *api, PyObject *object, const char *name, cd_py_array *out);
+int cd_py_dlpack_export(const cd_py_state *state, const cd_dl_exchange *api, PyObject *object, const char *name,
+                        cd_py_array *out);
 /* By object.__dlpack__(). */
 int cd_py_dlpack_read(PyObject *object, const char *name, cd_py_array *out);
 

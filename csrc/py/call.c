@@ -148,7 +148,8 @@ int cd_py_call_reduction(cd_py_call *call, PyObject *op)
     else if (call->op.dtype == CD_BYTES)
         PyErr_Format(PyExc_TypeError,
                      "%s: elements of this dtype (%u bytes each; dates, records, text or numbers of the other byte order) can be "
-                     "moved but not reduced",
+                     "moved but not reduced: reduce a copy in numbers of this machine, such as x.astype(float), "
+                     "x.view('i8') of dates, or x['name'] of records",
                      call->function, call->op.item_bytes);
     else
         PyErr_Format(PyExc_TypeError, "%s: Cannot use ReduceOp.%s with %s%s", call->function, name,

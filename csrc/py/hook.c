@@ -84,9 +84,10 @@ static bool copy_directly(const hook_object *self, PyObject *grad)
         PyErr_Clear(); /* sparse, without memory of its own: torch knows */
         return false;
     }
-    if (!is_laid_out_alike(&given, &self->place))
+    const char *data = (char *)given.data + given.byte_offset;
+    if (!is_laid_out_alike(&given, &self->place) || cd_py_array_may_be_imaginary(data, given.dtype.bits / 8))
         return false;
-    cd_stream_copy((char *)self->place.data + self->place.byte_offset, (char *)given.data + given.byte_offset, self->bytes);
+    cd_stream_copy((char *)self->place.data + self->place.byte_offset, data, self->bytes);
     return true;
 }
 

@@ -40,7 +40,9 @@
     X(device_id_name)     /* "device_id" */                                             \
     X(shape_name)         /* "shape" */                                                 \
     X(strides_name)       /* "strides" */                                               \
-    X(packed_name)        /* "_c_contiguous" */
+    X(packed_name)        /* "_c_contiguous" */                                         \
+    X(is_neg_name)        /* "is_neg" */                                                \
+    X(is_conj_name)       /* "is_conj" */
 
 /* The getter of an attribute in C, of objects that are exactly of `type`; NULL: not known. */
 typedef struct {

@@ -33,25 +33,41 @@ static int bytes_of(PyObject *value, const char *name, cd_bytes *out)
     return 0;
 }
 
-/* An array of the items of a sequence of str or bytes; *fast_p keeps them alive. Free both. */
+/* A value: as bytes_of, or a buffer (bytearray, memoryview), whose bytes are copied. *kept_p holds them: a new reference, NULL
+ * on failure. */
+static int value_of(PyObject *value, const char *name, PyObject **kept_p, cd_bytes *out)
+{
+    bool is_buffer = !PyBytes_Check(value) && PyObject_CheckBuffer(value);
+    *kept_p = is_buffer ? PyBytes_FromObject(value) : Py_NewRef(value);
+    if (!*kept_p)
+        return -1;
+    if (bytes_of(*kept_p, name, out) == 0)
+        return 0;
+    Py_CLEAR(*kept_p);
+    return -1;
+}
+
+/* An array of the items of a sequence of str, bytes or buffers; *fast_p keeps them alive. Free both. */
 static int bytes_list_of(PyObject *sequence, const char *name, PyObject **fast_p, cd_bytes **out, size_t *count_p)
 {
     if (PyUnicode_Check(sequence) || PyBytes_Check(sequence)) {
         PyErr_Format(PyExc_TypeError, "%s must be a list of str, not %s", name, Py_TYPE(sequence)->tp_name);
         return -1;
     }
-    PyObject *fast = PySequence_Tuple(sequence);
+    PyObject *fast = PySequence_List(sequence);
     if (!fast)
         return -1;
-    Py_ssize_t count = PyTuple_GET_SIZE(fast);
+    Py_ssize_t count = PyList_GET_SIZE(fast);
     cd_bytes *list = PyMem_Calloc((size_t)count + 1, sizeof *list);
     if (!list)
         PyErr_NoMemory();
-    for (Py_ssize_t i = 0; list && i < count; i++)
-        if (bytes_of(PyTuple_GET_ITEM(fast, i), name, &list[i]) < 0) {
+    for (Py_ssize_t i = 0; list && i < count; i++) {
+        PyObject *kept;
+        if (value_of(PyList_GET_ITEM(fast, i), name, &kept, &list[i]) < 0 || PyList_SetItem(fast, i, kept) < 0) {
             PyMem_Free(list);
             list = NULL;
         }
+    }
     if (!list) {
         Py_DECREF(fast);
         return -1;
@@ -174,9 +190,11 @@ METHOD(set)
 {
     PARSE(2, 2, "key", "value");
     cd_bytes key, value;
-    if (bytes_of(a[0], "key", &key) < 0 || bytes_of(a[1], "value", &value) < 0)
+    PyObject *kept;
+    if (bytes_of(a[0], "key", &key) < 0 || value_of(a[1], "value", &kept, &value) < 0)
         return NULL;
     RUN(NULL, store->ops->set(store, key, value, &patience));
+    Py_DECREF(kept);
     return status == CD_OK ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -213,10 +231,14 @@ METHOD(compare_set)
     PARSE(3, 3, "key", "expected_value", "desired_value");
     cd_bytes key, expected, desired;
     cd_buffer out = {0};
-    if (bytes_of(a[0], "key", &key) < 0 || bytes_of(a[1], "expected_value", &expected) < 0 ||
-        bytes_of(a[2], "desired_value", &desired) < 0)
+    PyObject *old, *new;
+    if (bytes_of(a[0], "key", &key) < 0 || value_of(a[1], "expected_value", &old, &expected) < 0)
         return NULL;
-    RUN(NULL, store->ops->compare_set(store, key, expected, desired, &out, &patience));
+    if (value_of(a[2], "desired_value", &new, &desired) == 0) {
+        RUN(NULL, store->ops->compare_set(store, key, expected, desired, &out, &patience));
+        Py_DECREF(new);
+    }
+    Py_DECREF(old);
     return status == CD_OK ? take_buffer(&out) : NULL;
 }
 
@@ -276,9 +298,11 @@ METHOD(append)
 {
     PARSE(2, 2, "key", "value");
     cd_bytes key, value;
-    if (bytes_of(a[0], "key", &key) < 0 || bytes_of(a[1], "value", &value) < 0)
+    PyObject *kept;
+    if (bytes_of(a[0], "key", &key) < 0 || value_of(a[1], "value", &kept, &value) < 0)
         return NULL;
     RUN(NULL, store->ops->append(store, key, value, &patience));
+    Py_DECREF(kept);
     return status == CD_OK ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -344,9 +368,11 @@ METHOD(queue_push)
 {
     PARSE(2, 2, "key", "value");
     cd_bytes key, value;
-    if (!has_queues(self, store) || bytes_of(a[0], "key", &key) < 0 || bytes_of(a[1], "value", &value) < 0)
+    PyObject *kept;
+    if (!has_queues(self, store) || bytes_of(a[0], "key", &key) < 0 || value_of(a[1], "value", &kept, &value) < 0)
         return NULL;
     RUN(NULL, store->ops->queue_push(store, key, value, &patience));
+    Py_DECREF(kept);
     return status == CD_OK ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -448,7 +474,7 @@ static PyObject *get_timeout(PyObject *self, void *unused)
 
 PyMethodDef cd_py_store_methods[] = {
     FAST("set", set,
-         "set($self, key, value)\n--\n\nStores str or bytes under a key and wakes those who wait for it."),
+         "set($self, key, value)\n--\n\nStores str, bytes or the bytes of a buffer under a key and wakes those who wait for it."),
     FAST("get", get,
          "get($self, key)\n--\n\nThe value as bytes; waits for the key up to the store's timeout."),
     FAST("add", add,

@@ -195,7 +195,8 @@ class Synchronizer:
             "outside of the wrapped module's forward, or by two forward passes that share it; (2) backward "
             "ran twice without the gradients of the first pass being synchronised (array modules: read .grad "
             "or call synchronize() after each), e.g. re-entrant activation checkpointing of the same layer: "
-            "use static_graph=True; (3) the gradient was given twice: pass ready=False for all but the last."
+            "use static_graph=True; (3) the gradient was given twice: pass ready=False for all but the last; "
+            "(4) an exception left the backward pass before this in the middle, and no forward came since."
         )
 
     # ---- errors

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import cdist
 from cdist.parallel.array_module import accumulate, no_sync
@@ -30,6 +29,7 @@ from cdist.parallel.synchronizer import (
     warn,
 )
 from cdist.parallel.torch_comm import CommHooks
+from cdist.parallel.torch_fit import Fitness, unfit
 from cdist.parallel.torch_join import TorchJoinHook
 from cdist.parallel.torch_log import StepTimes, logging_data
 from cdist.parallel.torch_parts import (
@@ -52,23 +52,17 @@ NOTHING_TO_TRAIN = (
     "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
 )
 DIRECT_BYTES = 256 << 10  # up to here a call of torch's copy costs more than the copying
-# Modules whose gradients are not fit to step on: looked at by every optimizer's step.
-_unfit = weakref.WeakSet()
 
 
-def _before_optimizer_step(optimizer, args, kwargs):
-    if not _unfit:
-        return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for ddp in list(_unfit):
-        if any(id(p) in stepped for p in ddp._params):
-            ddp._check_fit(stepping=True)
+def _copy_all(targets, sources):
+    try:
+        torch._foreach_copy_(targets, sources)
+    except RuntimeError:  # a gradient is a lazy negation or conjugate, which torch writes to one by one only
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
-register_optimizer_step_pre_hook(_before_optimizer_step)
-
-
-class TorchDataParallel(CommHooks, ModelState, SparseGradients, nn.Module, Joinable):
+class TorchDataParallel(CommHooks, Fitness, ModelState, SparseGradients, nn.Module, Joinable):
     """DistributedDataParallel over torch modules; takes the arguments of torch's class.
 
     Beyond them: ``reduce='mean' | 'sum' | 'weights'``, ``accumulate(n)``, ``set_weight``, ``set_trainable``,
@@ -298,7 +292,7 @@ class TorchDataParallel(CommHooks, ModelState, SparseGradients, nn.Module, Joina
         """Call the module; see torch.nn.Module.forward."""
         grad = torch.is_grad_enabled()
         if grad and self._sync.reducer.backward:
-            self._sync.reducer.backward = False  # a backward pass was left by an exception
+            self._leave_broken_step()
         if grad:
             self._check_fit()
             self._times.forward_begins()
@@ -319,6 +313,10 @@ class TorchDataParallel(CommHooks, ModelState, SparseGradients, nn.Module, Joina
                 unused = {index for index, p in enumerate(self._params) if id(p) not in reached}
                 self._unused = unused if self._unused is None else self._unused & unused
             self._times.forward_ends()
+        else:
+            self.require_forward_param_sync = (
+                False  # as torch: one broadcast of buffers for all of an evaluation
+            )
         return output
 
     def _run_low(self, grad, inputs, kwargs):
@@ -402,10 +400,10 @@ class TorchDataParallel(CommHooks, ModelState, SparseGradients, nn.Module, Joina
             elif self._low is not None:
                 self._low.leave()
             if not self._sync_this and debugging():
-                _unfit.add(self)
+                unfit.add(self)
             return
         if reducer.unready:
-            _unfit.add(self)  # another backward pass may bring the rest
+            unfit.add(self)  # another backward pass may bring the rest
             return
         self._finish()
 
@@ -416,12 +414,13 @@ class TorchDataParallel(CommHooks, ModelState, SparseGradients, nn.Module, Joina
     def _finish(self, given=None):
         """Wait for all buckets, give each parameter its gradient. `given`: which have one; None: find out."""
         self._open = False
-        _unfit.discard(self)
+        unfit.discard(self)
         reducer = self._sync.reducer
         if reducer.step == HAND_OUT:
             self._finish_hooks()
         else:
-            self._sync.finish()
+            with self._explaining_mismatch():
+                self._sync.finish()
         self._times.communication_ends(reducer.first_launch_ns)
         if self.static_graph:
             given = self._static_given
@@ -453,7 +452,7 @@ class TorchDataParallel(CommHooks, ModelState, SparseGradients, nn.Module, Joina
                 sources.append(view)
         if targets:
             with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
+                _copy_all(targets, sources)
 
     def _finish_counting(self):
         """static_graph: the first pass counted how often each gradient is given; all is reduced now."""
@@ -468,41 +467,6 @@ class TorchDataParallel(CommHooks, ModelState, SparseGradients, nn.Module, Joina
         self._mark_unused(range(len(self._params)))
         self._finish(given)
         self._sync.set_uses([max(1, count) for count in seen])
-
-    def _check_fit(self, stepping=False):
-        """Raise unless the gradients are the reduced ones."""
-        unsynced = self in _unfit and not self._open
-        if self._open and self._sync.reducer.unready:
-            self._open = False
-            _unfit.discard(self)
-            self._sync.reducer.backward = False
-            if self._low is not None:
-                self._low.leave()
-            if self.device.type == "cuda" and self._sync.reducer.step != HAND_OUT:
-                self._fail_for_all()
-            if self._sync.reducer.step == HAND_OUT:
-                self._finish_hooks()
-            else:
-                self._sync.finish()
-        _unfit.discard(self)
-        if stepping and unsynced and debugging():
-            raise RuntimeError(
-                "the optimizer would step on gradients that were not synchronised: the last backward pass "
-                "belongs to a forward under no_sync(); run the last micro-batch outside of it, or use "
-                "ddp.accumulate(n)"
-            )
-
-    def _fail_for_all(self):
-        """Gradients are missing on this rank: end the group.
-
-        Buckets in GPU memory carry no flag that would tell the others.
-        """
-        reducer = self._sync.reducer
-        uses = self._sync.uses or [1] * len(self._params)
-        missing = [index for index, count in enumerate(uses) if reducer.seen(index) < count]
-        text = self._sync.missing_text({cdist.get_rank(self.process_group): missing})
-        (self.process_group or cdist.group.WORLD).abort(text)
-        raise RuntimeError(text)
 
     # ---- which passes are synchronised
 

@@ -1,5 +1,7 @@
 """DistributedDataParallel over torch modules: buffers, which parameters train, pickling."""
 
+import contextlib
+
 import numpy as np
 import torch
 
@@ -30,6 +32,18 @@ class ModelState:
         """Whether the next forward broadcasts buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and self._has_buffers
 
+    @contextlib.contextmanager
+    def _explaining_mismatch(self):
+        try:
+            yield
+        except (cdist.MismatchError, cdist.DistTimeoutError) as error:
+            if self.forward_sync_buffers and self._has_buffers:
+                error.add_note(
+                    "The forward of DistributedDataParallel broadcasts the module's buffers, also in an "
+                    "evaluation: use ddp.module for an evaluation on one rank."
+                )
+            raise
+
     def _sync_buffers(self, after):
         """Before the module's forward (or after it, for a hook registered so): make buffers equal."""
         hook = self._buffer_hook
@@ -41,7 +55,8 @@ class ModelState:
             source = 0
             if self._join_config.enable:
                 source = self._highest(cdist.get_rank(self.process_group))
-            self._broadcast_buffers(source)
+            with self._explaining_mismatch():
+                self._broadcast_buffers(source)
             return
         named = self.module.named_buffers()
         futures = list(
