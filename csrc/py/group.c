@@ -244,6 +244,27 @@ static PyObject *abort_group(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Ends the group on all its ranks because of the loss of a rank, which need not be one of them; lost < 0: because this rank will
+ * not come any more. */
+static void fail_group(cd_py_group *self, const char *text, int lost)
+{
+    if (!self->group)
+        return;
+    cd_error error = {.code = lost < 0 ? CD_ABORTED : CD_PEER_LOST, .rank = lost < 0 ? self->world_rank : lost};
+    PyOS_snprintf(error.text, sizeof error.text, "%s", text);
+    cd_group_abort(self->group, &error);
+}
+
+static PyObject *fail_for_all(PyObject *object, PyObject *args)
+{
+    const char *text;
+    int lost = -1;
+    if (!PyArg_ParseTuple(args, "s|i:_fail", &text, &lost))
+        return NULL;
+    fail_group((cd_py_group *)object, text, lost);
+    Py_RETURN_NONE;
+}
+
 /* Who dies of another rank's loss is not to blame: the cause of all is that loss. */
 static PyObject *announce_death(PyObject *object, PyObject *args)
 {
@@ -252,11 +273,8 @@ static PyObject *announce_death(PyObject *object, PyObject *args)
     int lost = -1;
     if (!PyArg_ParseTuple(args, "s|i:_announce_death", &text, &lost))
         return NULL;
-    if (self->group && lost >= 0 && lost != self->world_rank) {
-        cd_error error = {.code = CD_PEER_LOST, .rank = lost};
-        PyOS_snprintf(error.text, sizeof error.text, "%s", text);
-        cd_group_abort(self->group, &error);
-    }
+    if (lost >= 0 && lost != self->world_rank)
+        fail_group(self, text, lost);
     if (self->world)
         cd_world_announce_death(self->world, text);
     Py_RETURN_NONE;
@@ -450,6 +468,8 @@ static PyMethodDef methods[] = {
      "shutdown($self, /)\n--\n\nCloses this rank's end: later calls fail, running ones end with AbortedError."},
     {"set_timeout", set_timeout, METH_O,
      "set_timeout($self, timeout, /)\n--\n\nDefault timeout of later operations: a timedelta or seconds."},
+    {"_fail", fail_for_all, METH_VARARGS,
+     "_fail(why, lost=-1): ends a group that has no error yet, on all its ranks, for the loss of a rank."},
     {"_announce_death", announce_death, METH_VARARGS,
      "_announce_death(why, lost=-1): tells all peers why this rank goes; lost: of whose loss it dies."},
     {"_pending", count_pending, METH_NOARGS, "Asynchronous operations under way (messages: of all groups, by the default one)."},

@@ -301,14 +301,23 @@ def _teardown():
         if not is_initialized():
             return
         rank = get_rank()
+        begun = [(group, group._pending()) for group in _registry.groups]
         _drain(_registry.groups)
-        pending = sum(group._pending() for group in _registry.groups)
+        pending = sum(count for group, count in begun if group._pending() or _has_failed(group))
         destroy_process_group()
         if pending:
             sys.stderr.write(
                 f"[rank{rank}]: cdist: {pending} asynchronous operation(s) were not complete when the "
                 f"program ended, and were aborted: call wait() on each Work\n"
             )
+
+
+def _has_failed(group):
+    try:
+        group._check()
+    except DistError:
+        return True
+    return False
 
 
 def _drain(groups):

@@ -49,6 +49,25 @@ def test_one_rank_dies(victim, transport):
         assert outcomes[old] == [10.0, (new, 3, total)]
 
 
+def _wait_in_another_group(rank, world):
+    pair = cdist.new_group([0, 1]) if rank < 2 else None
+    cdist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(cdist.PeerLostError) as caught:
+        cdist.barrier(group=pair if rank == 1 else None)
+    assert caught.value.rank == 2
+    cdist.shrink()
+    return cdist.get_rank(), cdist.get_world_size(), _sum(rank)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_survivor_waits_in_a_group_without_the_lost_rank(transport):
+    """It is told by those that shrink, and does not come too late for their meeting."""
+    outcomes = run(_wait_in_another_group, 3, allow_failures=True, transport=transport)
+    assert outcomes == [(0, 2, 3.0), (1, 2, 3.0), -signal.SIGKILL]
+
+
 @needs_hosts
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_one_rank_of_two_hosts_dies(victim):
@@ -160,7 +179,10 @@ def test_shrink_needs_a_group():
 def _subgroup(rank, world):
     half = cdist.new_group([0, 1])
     if rank == 2:
+        cdist.barrier()
         os._exit(0)
+    cdist.barrier(group=half)  # who shrinks ends the group for a rank that is still making it
+    cdist.barrier()
     _work_until_a_rank_is_lost()
     cdist.shrink()
     with pytest.raises(cdist.AbortedError, match="destroyed"):

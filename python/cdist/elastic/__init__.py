@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 
 from cdist import _core
-from cdist.errors import AbortedError, DistStoreError, DistTimeoutError, PeerLostError
+from cdist.errors import AbortedError, DistError, DistStoreError, DistTimeoutError, PeerLostError
 
 __all__ = ["shrink"]
 
@@ -113,6 +113,19 @@ def _host_new_store(world, name, deadline):
     )
 
 
+def _call_the_others(world, registered):
+    """End all groups, so that a survivor who waits in one without the lost rank comes to the meeting too."""
+    why, lost = "some ranks were lost or late", -1
+    try:
+        world._check()
+    except DistError as error:
+        why = str(error)
+        if isinstance(error, PeerLostError) and error.rank is not None:
+            lost = error.rank
+    for group in registered:
+        group._fail(f"rank {world.rank()} goes on without this group (cdist.shrink()): {why}"[:900], lost)
+
+
 def _prefix(store, name):
     from cdist.store import PrefixStore
 
@@ -123,9 +136,9 @@ def shrink(timeout=60, grace=5):
     """Go on with the ranks that are left after one was lost, as a new default group.
 
     Every survivor calls it, typically on PeerLostError or DistTimeoutError. All groups of the old world
-    are destroyed. The survivors keep their order and are numbered anew from 0; arrays and models in memory
-    stay as they are, but what a failed operation was writing to is undefined. Call again whenever a
-    further rank is lost.
+    are destroyed; who waits in one that the lost rank is not in gets PeerLostError too. The survivors keep
+    their order and are numbered anew from 0; arrays and models in memory stay as they are, but what a failed
+    operation was writing to is undefined. Call again whenever a further rank is lost.
 
     The survivors meet through the store that the group was made with. If that was hosted by a rank that
     died, and all survivors are on one host, the lowest of them hosts a new one.
@@ -152,6 +165,7 @@ def shrink(timeout=60, grace=5):
             "Default process group has not been initialized, please make sure to call init_process_group."
         )
     deadline = time.monotonic() + _seconds(timeout)
+    _call_the_others(world, groups._registry.groups)
     shrunk = getattr(world, "_shrunk", 0) + 1
     base, path = getattr(world, "_base_store", None) or world._store, None
     if world.size() > 1 and not _lives(base):
