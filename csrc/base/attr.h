@@ -2,6 +2,8 @@
 #ifndef CD_BASE_ATTR_H
 #define CD_BASE_ATTR_H
 
+#include <stddef.h>
+
 /* Two 64-byte lines: adjacent-line prefetchers pull lines in pairs, so one line alone still falsely shares. */
 #define CD_LINE 128
 #define CD_ALIGNED(bytes) __attribute__((aligned(bytes)))
@@ -13,6 +15,11 @@
 #define CD_WEAK __attribute__((weak))
 #define cd_likely(x) __builtin_expect(!!(x), 1)
 #define cd_unlikely(x) __builtin_expect(!!(x), 0)
+
+static inline size_t cd_round_up(size_t value, size_t to)
+{
+    return (value + to - 1) / to * to;
+}
 
 /* Tells the core that this is a spin loop. */
 static inline void cd_cpu_relax(void)

@@ -249,11 +249,6 @@ static inline cd_shm_piece cd_piece_whole(const cd_span *span)
     return (cd_shm_piece){.span = span, .bytes = span->count * span->item_bytes};
 }
 
-static inline size_t cd_round_up(size_t value, size_t to)
-{
-    return (value + to - 1) / to * to;
-}
-
 static inline size_t cd_least(size_t a, size_t b)
 {
     return a < b ? a : b;

@@ -10,14 +10,12 @@
 
 /* What is reduced at a time, before it is copied to the others: it stays in L1. */
 #define BLOCK_BYTES ((size_t)16384)
-#define LINE_BYTES ((size_t)64)
 
 struct cd_inplace {
     int rank, ranks, buckets;
-    char **at;                         /* [rank × buckets + bucket] in this process's mapping */
-    _Atomic uint64_t *const *counters; /* [rank] */
-    _Atomic uint64_t **counter_list;   /* the same, to be freed */
-    const void **inputs;               /* [ranks] */
+    char **at;                   /* [rank × buckets + bucket] in this process's mapping */
+    _Atomic uint64_t **counters; /* [rank] */
+    const void **inputs;         /* [ranks] */
 };
 
 /* What a rank tells the others: its vote, 1 + offset of its counter in the arena, and of each bucket; 0: not there. */
@@ -36,27 +34,6 @@ static uint64_t locate(const cd_arena *arena, const void *memory, size_t bytes)
 {
     size_t offset = cd_arena_offset(arena, memory, bytes);
     return offset == SIZE_MAX ? 0 : (uint64_t)((size_t)arena->local * arena->region_bytes + offset) + 1;
-}
-
-static cd_status gather(cd_group *group, uint64_t *mine, uint64_t *all, size_t words, cd_patience *patience)
-{
-    size_t ranks = (size_t)cd_group_size(group);
-    cd_span in = {.data = mine, .count = words * sizeof *mine, .item_bytes = 1};
-    cd_span out = {.data = all, .count = words * sizeof *mine * ranks, .item_bytes = 1};
-    cd_op op = {
-        .kind = CD_ALL_GATHER,
-        .dtype = CD_UINT8,
-        .device = CD_CPU,
-        .root = -1,
-        .peer = -1,
-        .in = {.list = &in, .spans = 1},
-        .out = {.list = &out, .spans = 1},
-        .count = in.count,
-        .item_bytes = 1,
-        .ndim = 1,
-        .shape = {(int64_t)in.count},
-    };
-    return cd_group_run(group, &op, patience);
 }
 
 /* All ranks read the same table, so they decide alike. */
@@ -81,19 +58,18 @@ static cd_status make(cd_arena *arena, const uint64_t *all, int rank, int ranks,
     size_t words = FIRST_BUCKET + (size_t)buckets;
     *inplace = (cd_inplace){.rank = rank, .ranks = ranks, .buckets = buckets};
     inplace->at = calloc((size_t)ranks * (size_t)buckets + 1, sizeof *inplace->at);
-    inplace->counter_list = calloc((size_t)ranks, sizeof *inplace->counter_list);
+    inplace->counters = calloc((size_t)ranks, sizeof *inplace->counters);
     inplace->inputs = calloc((size_t)ranks, sizeof *inplace->inputs);
-    if (!inplace->at || !inplace->counter_list || !inplace->inputs) {
+    if (!inplace->at || !inplace->counters || !inplace->inputs) {
         cd_inplace_free(inplace);
         return cd_fail(CD_NO_MEMORY, "reducer: no memory for %d ranks", ranks);
     }
     for (int peer = 0; peer < ranks; peer++) {
         const uint64_t *said = all + (size_t)peer * words;
-        inplace->counter_list[peer] = (_Atomic uint64_t *)(void *)(arena->base + (said[COUNTER] - 1));
+        inplace->counters[peer] = (_Atomic uint64_t *)(void *)(arena->base + (said[COUNTER] - 1));
         for (int k = 0; k < buckets; k++)
             inplace->at[peer * buckets + k] = arena->base + (said[FIRST_BUCKET + k] - 1);
     }
-    inplace->counters = inplace->counter_list;
     *out = inplace;
     return CD_OK;
 }
@@ -117,7 +93,7 @@ cd_status cd_inplace_open(cd_group *group, cd_bucket_memory *const *buckets, int
             mine[FIRST_BUCKET + k] = locate(arena, buckets[k]->memory, buckets[k]->bytes);
     }
     uint64_t *all = mine + words;
-    cd_status status = gather(group, mine, all, words, patience);
+    cd_status status = cd_group_gather_bytes(group, mine, words * sizeof *mine, all, patience);
     bool can = status == CD_OK && all_can(all, ranks, words);
     if (can)
         status = make(arena, all, cd_group_rank(group), ranks, count, out);
@@ -134,7 +110,7 @@ void cd_inplace_free(cd_inplace *inplace)
     if (!inplace)
         return;
     free(inplace->inputs);
-    free(inplace->counter_list);
+    free(inplace->counters);
     free(inplace->at);
     free(inplace);
 }
@@ -157,15 +133,10 @@ uint64_t cd_inplace_common(const cd_inplace *inplace)
     return least;
 }
 
-static size_t round_up(size_t value, size_t to)
-{
-    return (value + to - 1) / to * to;
-}
-
 void cd_inplace_reduce(cd_inplace *inplace, int bucket, size_t at_bytes, size_t bytes, size_t item_bytes,
                        cd_reduce_func reduce, double factor)
 {
-    size_t ranks = (size_t)inplace->ranks, slice = round_up((bytes + ranks - 1) / ranks, LINE_BYTES);
+    size_t ranks = (size_t)inplace->ranks, slice = cd_round_up((bytes + ranks - 1) / ranks, CD_LINE);
     size_t from = (size_t)inplace->rank * slice;
     size_t end = from + slice < bytes ? from + slice : bytes;
     char *const *at = inplace->at + bucket;

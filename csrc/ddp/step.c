@@ -421,23 +421,7 @@ cd_status cd_reducer_finish(cd_reducer *r, bool unready_expected, const cd_patie
 
 cd_status cd_reducer_gather_missing(cd_reducer *r, uint8_t *missing, cd_patience *patience)
 {
-    size_t count = (size_t)r->count, world = (size_t)cd_group_size(r->group);
-    cd_span in = {.data = r->missing, .count = count, .item_bytes = 1};
-    cd_span out = {.data = missing, .count = count * world, .item_bytes = 1};
-    cd_op op = {
-        .kind = CD_ALL_GATHER,
-        .dtype = CD_UINT8,
-        .device = CD_CPU,
-        .root = -1,
-        .peer = -1,
-        .in = {.list = &in, .spans = 1},
-        .out = {.list = &out, .spans = 1},
-        .count = count,
-        .item_bytes = 1,
-        .ndim = 1,
-        .shape = {(int64_t)count},
-    };
-    return cd_group_run(r->group, &op, patience);
+    return cd_group_gather_bytes(r->group, r->missing, (size_t)r->count, missing, patience);
 }
 
 const int *cd_reducer_ready_order(const cd_reducer *r, int *count_p)

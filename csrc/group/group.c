@@ -160,13 +160,8 @@ static cd_status share_memory(cd_group *g, const cd_patience *patience)
 
 static cd_status exchange(void *ctx, const void *mine, void *all, size_t bytes, const cd_patience *patience)
 {
-    cd_group *g = ctx;
-    cd_span in = {(void *)(uintptr_t)mine, bytes, 0, 1};
-    cd_span out = {all, bytes * (size_t)g->size, 0, 1};
-    cd_op op = {.kind = CD_ALL_GATHER, .dtype = CD_BYTES, .root = -1, .in = {&in, 0, 1}, .out = {&out, 0, 1},
-                .count = bytes, .item_bytes = 1, .ndim = 1, .shape = {(int64_t)bytes}};
     cd_patience own = *patience;
-    return cd_group_run(g, &op, &own);
+    return cd_group_gather_bytes(ctx, mine, bytes, all, &own);
 }
 
 static cd_status open_cpu(cd_group *g)

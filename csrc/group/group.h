@@ -79,6 +79,8 @@ cd_backend *cd_group_backend(cd_group *group, cd_device device); /* NULL if not 
  * caller that is interrupted while the worker has them waits until it has let go, and patience->idle is called once more before
  * (Python gives the GIL back in it). */
 cd_status cd_group_run(cd_group *group, cd_op *op, cd_patience *patience);
+/* An all_gather of `bytes` from every rank into all[rank × bytes], run as cd_group_run does: for what ranks tell each other. */
+cd_status cd_group_gather_bytes(cd_group *group, const void *mine, size_t bytes, void *all, cd_patience *patience);
 /* Queues op and returns; op is copied, with the lists of its blocks. `timeout_ns` counts from the start of the operation. */
 cd_status cd_group_issue(cd_group *group, const cd_op *op, uint64_t timeout_ns, cd_work **out);
 /* True when cd_group_run is expected to take a few µs once all have called: the caller may keep the GIL until the first idle. */

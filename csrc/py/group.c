@@ -231,21 +231,7 @@ static PyObject *shut_group(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *abort_group(PyObject *object, PyObject *args)
-{
-    cd_py_group *self = (cd_py_group *)object;
-    const char *why = NULL;
-    if (!PyArg_ParseTuple(args, "|z:abort", &why))
-        return NULL;
-    cd_error error = {.code = CD_ABORTED, .rank = self->world_rank};
-    PyOS_snprintf(error.text, sizeof error.text, "rank %d aborted the group%s%s", self->world_rank, why ? ": " : "",
-                  why ? why : "");
-    cd_group_abort(self->group, &error);
-    Py_RETURN_NONE;
-}
-
-/* Ends the group on all its ranks because of the loss of a rank, which need not be one of them; lost < 0: because this rank will
- * not come any more. */
+/* Ends the group on all its ranks because of the loss of a rank, which need not be one of them; lost < 0: this rank ends it. */
 static void fail_group(cd_py_group *self, const char *text, int lost)
 {
     if (!self->group)
@@ -253,6 +239,18 @@ static void fail_group(cd_py_group *self, const char *text, int lost)
     cd_error error = {.code = lost < 0 ? CD_ABORTED : CD_PEER_LOST, .rank = lost < 0 ? self->world_rank : lost};
     PyOS_snprintf(error.text, sizeof error.text, "%s", text);
     cd_group_abort(self->group, &error);
+}
+
+static PyObject *abort_group(PyObject *object, PyObject *args)
+{
+    cd_py_group *self = (cd_py_group *)object;
+    const char *why = NULL;
+    if (!PyArg_ParseTuple(args, "|z:abort", &why))
+        return NULL;
+    char text[CD_ERROR_TEXT_BYTES];
+    PyOS_snprintf(text, sizeof text, "rank %d aborted the group%s%s", self->world_rank, why ? ": " : "", why ? why : "");
+    fail_group(self, text, -1);
+    Py_RETURN_NONE;
 }
 
 static PyObject *fail_for_all(PyObject *object, PyObject *args)

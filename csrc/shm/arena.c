@@ -76,18 +76,13 @@ static void merge_next(block *b)
     free(gone);
 }
 
-static size_t round_up(size_t value, size_t to)
-{
-    return (value + to - 1) / to * to;
-}
-
 /* The block that will hold `bytes` at a multiple of `align`, marked used; NULL when none is large enough. Offsets are
  * relative to the region, whose address is page aligned or at least as aligned as anybody asked for. */
 static block *take(cd_arena *arena, size_t bytes, size_t align)
 {
     size_t skew = (size_t)((uintptr_t)cd_arena_at(arena, arena->local, 0) % align);
     for (block *b = arena->blocks; b; b = b->next) {
-        size_t at = round_up(b->at + skew, align) - skew;
+        size_t at = cd_round_up(b->at + skew, align) - skew;
         size_t lost = at - b->at;
         if (b->used || b->bytes < bytes || b->bytes - bytes < lost)
             continue;
@@ -117,7 +112,7 @@ cd_status cd_arena_alloc(cd_arena *arena, size_t bytes, void **out)
     block *b = NULL;
     if (wanted <= arena->region_bytes) {
         pthread_mutex_lock(&arena->lock);
-        b = take(arena, round_up(wanted, align), align);
+        b = take(arena, cd_round_up(wanted, align), align);
         pthread_mutex_unlock(&arena->lock);
     }
     if (!b)
