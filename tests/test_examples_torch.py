@@ -148,16 +148,6 @@ def assert_same_weights(ours, theirs):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
 
 
-def finish_or_again(package, command, folder, variables):
-    """What a program prints; torch's form, which may abort in its exit on a loaded machine, has two tries."""
-    try:
-        return finish(start(command, folder, **variables))[0]
-    except AssertionError as error:
-        if package != "torch" or "terminate called without an active exception" not in str(error):
-            raise
-        return finish(start(command, folder, **variables))[0]
-
-
 def launched(place, script, *arguments, ranks=2, launchers=("cdistrun", "torchrun"), **variables):
     """Run ours under each launcher, torch's under torchrun: ([(output, folder)…] of ours, that of torch)."""
     runs = []
@@ -165,7 +155,7 @@ def launched(place, script, *arguments, ranks=2, launchers=("cdistrun", "torchru
         folder = place / f"{Path(script).stem}_{package}_{launcher}"
         command = [*LAUNCHERS[launcher], "--standalone", "--nproc-per-node", ranks]
         command += [place / package / script, *arguments]
-        runs.append((finish_or_again(package, command, folder, variables), folder))
+        runs.append((finish(start(command, folder, **variables))[0], folder))
     return runs[:-1], runs[-1]
 
 

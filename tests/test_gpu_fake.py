@@ -143,7 +143,9 @@ def test_a_rank_that_dies_before_the_first_collective_raises_on_the_other(fakes)
     beside_a_killed_rank(fakes, lambda xp, x: outcome(lambda: cdist.broadcast(x, 0)))  # connects anew
 
 
-def test_a_rank_that_does_not_come_to_connect_times_out(fakes):
+def beside_a_late_rank(fakes, call):
+    """What call(xp, x) returns on rank 0 when rank 1 stays away after the first collective."""
+
     def body(rank, world):
         xp = fake_gpu.Module(rank)
         x = xp.put(np.ones(3))
@@ -152,11 +154,14 @@ def test_a_rank_that_does_not_come_to_connect_times_out(fakes):
         if rank == 1:
             time.sleep(3)
             return None
-        kind, text = outcome(lambda: cdist.broadcast(x, 0, timeout=0.5))
-        return kind.__name__, text
+        return call(xp, x)
 
-    name, text = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
-    assert name == "DistTimeoutError"
+    return run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
+
+
+def test_a_rank_that_does_not_come_to_connect_times_out(fakes):
+    kind, text = beside_a_late_rank(fakes, lambda xp, x: outcome(lambda: cdist.broadcast(x, 0, timeout=0.5)))
+    assert kind is cdist.DistTimeoutError
     assert "rank 1 is behind" in text
     assert "missing ranks: [1]" in text
 
@@ -185,42 +190,26 @@ def test_a_dropped_work_keeps_its_array_until_it_is_through(fakes):
 
 
 def test_a_coalesced_operation_is_missed_at_its_deadline(fakes):
-    def body(rank, world):
-        xp = fake_gpu.Module(rank)
-        x = xp.put(np.ones(3))
-        cdist.all_reduce(x)
-        xp.get(x)
-        if rank == 1:
-            time.sleep(3)
-            return None
+    def call(xp, x):
         with cdist._coalescing_manager():
             cdist.all_reduce(x, timeout=0.5)
         xp.get(x)  # ends because the communicator is aborted
-        kind, text = outcome(lambda: cdist.all_reduce(x))
-        return kind.__name__, text
+        return outcome(lambda: cdist.all_reduce(x))
 
-    name, text = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)[0]
-    assert name == "DistTimeoutError"
+    kind, text = beside_a_late_rank(fakes, call)
+    assert kind is cdist.DistTimeoutError
     assert "all_reduce" in text
 
 
 def test_ctrl_c_ends_the_wait_to_connect(fakes):
-    def body(rank, world):
-        xp = fake_gpu.Module(rank)
-        x = xp.put(np.ones(3))
-        cdist.all_reduce(x)
-        xp.get(x)
-        if rank == 1:
-            time.sleep(3)
-            return None
+    def call(xp, x):
         signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):  # and not what rank 1's end would raise
             cdist.broadcast(x, 0, timeout=20)
         return "interrupted"
 
-    outcomes = run(body, 2, environ=fakes, allow_failures=True, check_leftovers=False)
-    assert outcomes[0] == "interrupted"
+    assert beside_a_late_rank(fakes, call) == "interrupted"
 
 
 @pytest.mark.parametrize(
