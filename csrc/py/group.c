@@ -298,7 +298,7 @@ static PyObject *drain_group(PyObject *object, PyObject *arg)
         cd_group_drain(self->group, &patience);
         Py_END_ALLOW_THREADS
     }
-    Py_RETURN_NONE;
+    return PyBool_FromLong(self->group && cd_group_status(self->group) == CD_OK);
 }
 
 static PyObject *count_untold(PyObject *object, PyObject *unused)
@@ -471,7 +471,8 @@ static PyMethodDef methods[] = {
     {"_announce_death", announce_death, METH_VARARGS,
      "_announce_death(why, lost=-1): tells all peers why this rank goes; lost: of whose loss it dies."},
     {"_pending", count_pending, METH_NOARGS, "Asynchronous operations under way (messages: of all groups, by the default one)."},
-    {"_drain", drain_group, METH_O, "_drain(seconds): lets queued operations and sends end."},
+    {"_drain", drain_group, METH_O,
+     "_drain(seconds): lets queued operations and sends end; whether the group has no error then."},
     {"_untold", count_untold, METH_NOARGS, "(number, first as text) of failed sends that nobody waited for."},
     {"_local", get_local, METH_NOARGS, "(rank, size) among the ranks of this host."},
     {"_check", check_group, METH_NOARGS, "Raises what broke the group, if anything did."},

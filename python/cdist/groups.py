@@ -301,9 +301,7 @@ def _teardown():
         if not is_initialized():
             return
         rank = get_rank()
-        begun = [(group, group._pending()) for group in _registry.groups]
-        _drain(_registry.groups)
-        pending = sum(count for group, count in begun if group._pending() or _has_failed(group))
+        pending = _drain(_registry.groups)
         destroy_process_group()
         if pending:
             sys.stderr.write(
@@ -312,24 +310,18 @@ def _teardown():
             )
 
 
-def _has_failed(group):
-    try:
-        group._check()
-    except DistError:
-        return True
-    return False
-
-
 def _drain(groups):
     """Let what these groups owe the others end: operations that are queued, messages that were sent.
 
     Not while an exception is on its way (``finally: destroy_process_group()``): the others should know soon.
+    Return how many operations did not come to a good end.
     """
-    if sys.exc_info()[0] is not None:
-        return
-    end = time.monotonic() + DRAIN_SECONDS
+    end = time.monotonic() + (DRAIN_SECONDS if sys.exc_info()[0] is None else 0)
+    failed = 0
     for group in reversed(groups):
-        group._drain(end - time.monotonic())
+        begun = group._pending()
+        failed += group._pending() if group._drain(end - time.monotonic()) else begun
+    return failed
 
 
 def _tell_failed_sends(world):

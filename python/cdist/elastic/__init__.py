@@ -115,13 +115,13 @@ def _host_new_store(world, name, deadline):
 
 def _call_the_others(world, registered):
     """End all groups, so that a survivor who waits in one without the lost rank comes to the meeting too."""
-    why, lost = "some ranks were lost or late", -1
+    why, lost = _core._group_info(world)[2] or "some ranks were lost or late", -1
     try:
         world._check()
-    except DistError as error:
-        why = str(error)
-        if isinstance(error, PeerLostError) and error.rank is not None:
-            lost = error.rank
+    except PeerLostError as error:
+        lost = -1 if error.rank is None else error.rank
+    except DistError:
+        pass
     for group in registered:
         group._fail(f"rank {world.rank()} goes on without this group (cdist.shrink()): {why}"[:900], lost)
 
