@@ -121,6 +121,27 @@ def finish(process):
     return out, err
 
 
+def afresh(folder):
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def as_reference(run):
+    """What run() returns for torch's form, which is repeated when torch itself aborts.
+
+    torch 2.13 does so with Gloo about once in several hundred runs ("terminate called without an active
+    exception": a C++ thread that is destroyed unjoined). Such a run compares nothing; ours is never repeated.
+    """
+    for _ in range(3):
+        try:
+            return run()
+        except AssertionError as error:
+            if "terminate called without an active exception" not in str(error):
+                raise
+    return run()
+
+
 NUMBER = r"-?\d+\.\d+(?:e-?\d+)?"
 
 
@@ -155,7 +176,9 @@ def launched(place, script, *arguments, ranks=2, launchers=("cdistrun", "torchru
         folder = place / f"{Path(script).stem}_{package}_{launcher}"
         command = [*LAUNCHERS[launcher], "--standalone", "--nproc-per-node", ranks]
         command += [place / package / script, *arguments]
-        runs.append((finish(start(command, folder, **variables))[0], folder))
+        again = as_reference if package == "torch" else lambda run: run()
+        out, _ = again(lambda command=command, folder=folder: finish(start(command, folder, **variables)))
+        runs.append((out, folder))
     return runs[:-1], runs[-1]
 
 
@@ -178,12 +201,13 @@ def test_forms_differ_in_import_lines_alone(path):
 
 
 def test_spawn(place):
-    outputs = {}
-    for package in ("cdist", "torch"):
+    def spawn(package):
         command = [sys.executable, place / package / "spawn.py", "--output", "weights.pt"]
-        outputs[package], err = finish(start(command, place / f"spawn_{package}", MASTER_PORT=free_port()))
-        assert package == "torch" or err == ""
-    assert_same_lines(outputs["cdist"], outputs["torch"])
+        return finish(start(command, place / f"spawn_{package}", MASTER_PORT=free_port()))
+
+    out, err = spawn("cdist")
+    assert err == ""
+    assert_same_lines(out, as_reference(lambda: spawn("torch"))[0])
     assert_same_weights(place / "spawn_cdist/weights.pt", place / "spawn_torch/weights.pt")
 
 
@@ -192,12 +216,17 @@ def test_checkpoint_and_resume(place):
         command = [sys.executable, place / package / "checkpoint.py", "--port", free_port(), "--steps", steps]
         return finish(start(command, place / folder))[0]
 
-    whole = train("torch", "whole", 10)
+    def train_torch(folder, checkpoint=None):
+        afresh(place / folder)
+        if checkpoint:
+            shutil.copy(checkpoint, place / folder)
+        return train("torch", folder, 10)
+
+    whole = as_reference(lambda: train_torch("whole"))
     parts = train("cdist", "parts", 5)
-    (place / "crossed").mkdir()
-    shutil.copy(place / "parts/checkpoint.pt", place / "crossed/checkpoint.pt")
-    for package, folder in (("cdist", "parts"), ("torch", "crossed")):  # each goes on from what ours left
-        rest = train(package, folder, 10)
+    crossed = as_reference(lambda: train_torch("crossed", place / "parts/checkpoint.pt"))
+    for folder, rest in (("parts", train("cdist", "parts", 10)), ("crossed", crossed)):
+        # Each went on from what ours left.
         assert rest.startswith("starting at step 5\nstep 6: ")
         assert_same_lines(parts + rest.replace("starting at step 5\n", ""), whole)
         assert_same_weights(place / folder / "checkpoint.pt", place / "whole/checkpoint.pt")
@@ -221,7 +250,7 @@ def train_with_snapshots(place, package, launcher, *more):
         2,
         *more,
     ]
-    return finish(start(command, place / f"snapshot_{package}_{launcher}"))
+    return finish(start(command, afresh(place / f"snapshot_{package}_{launcher}")))
 
 
 def without_resuming(text):
@@ -231,7 +260,7 @@ def without_resuming(text):
 
 @pytest.fixture(scope="module")
 def snapshot_reference(place):
-    return without_resuming(train_with_snapshots(place, "torch", "torchrun")[0])
+    return without_resuming(as_reference(lambda: train_with_snapshots(place, "torch", "torchrun"))[0])
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -258,7 +287,7 @@ def run_two_nodes(place, package, launcher, places=(None, None)):
 
 @pytest.fixture(scope="module")
 def multinode_reference(place):
-    return run_two_nodes(place, "torch", "torchrun")
+    return as_reference(lambda: run_two_nodes(place, "torch", "torchrun"))
 
 
 def assert_equal_nodes(outputs, reference):
@@ -280,15 +309,16 @@ def test_multinode_on_two_hosts(place, multinode_reference):
 
 
 def test_slurm(place):
-    outputs = {}
-    for package in ("cdist", "torch"):
+    def run(package):
         variables = dict(SLURM_NTASKS=2, SLURM_NODELIST="localhost", SLURM_JOB_ID=7, MASTER_PORT=free_port())
         command = [sys.executable, place / package / "slurm.py", "--output", "weights.pt"]
         folder = place / f"slurm_{package}"
         ranks = [start(command, folder, SLURM_PROCID=i, SLURM_LOCALID=i, **variables) for i in (0, 1)]
-        outputs[package] = [finish(process)[0] for process in ranks]
-    assert outputs["cdist"][1] == outputs["torch"][1] == ""
-    assert_same_lines(outputs["cdist"][0], outputs["torch"][0])
+        return [finish(process)[0] for process in ranks]
+
+    ours, theirs = run("cdist"), as_reference(lambda: run("torch"))
+    assert ours[1] == theirs[1] == ""
+    assert_same_lines(ours[0], theirs[0])
     assert_same_weights(place / "slurm_cdist/weights.pt", place / "slurm_torch/weights.pt")
 
 
