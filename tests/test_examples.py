@@ -1,4 +1,4 @@
-"""The examples without torch, and the README's: they run, train, and give the same for every world size."""
+"""The examples without torch and the scripts of the pages: they run, train, alike for every world size."""
 
 import os
 import re
@@ -45,16 +45,21 @@ def test_cupy_example_runs_on_numpy_too():
     assert losses[-1] < losses[0] / 2
 
 
-def readme_scripts():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PAGES = ("README.md", "docs/data-parallel.md", "docs/launching.md")
+SCRIPTS = {
+    f"{Path(page).stem}-{number}": text
+    for page in PAGES
+    for number, text in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+}
 
 
-@pytest.mark.parametrize("number", range(len(readme_scripts())))
-def test_readme_script(number, tmp_path):
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_of_a_page_prints_what_it_says(name, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(readme_scripts()[number])
+    script.write_text(SCRIPTS[name])
     expected = re.findall(r"# prints (.*)", script.read_text())
-    assert sorted(set(run(2, script, folder=tmp_path).splitlines())) == sorted(expected)
+    launched = "mp.spawn" not in SCRIPTS[name]
+    assert sorted(set(run(2 if launched else 1, script, folder=tmp_path).splitlines())) == sorted(expected)
 
 
 def test_readme_names_every_example():
@@ -63,3 +68,14 @@ def test_readme_names_every_example():
     named |= {f"torch/{name}" for name in re.findall(r"^\| `(\w+\.py)`", text, re.MULTILINE)}
     there = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.py")}
     assert named == there
+
+
+@pytest.mark.parametrize(
+    "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"], ids=lambda path: path.name
+)
+def test_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, heading = target.partition("#")
+        text = (page.parent / path).read_text()
+        slugs = re.sub(r"[^\w\- \n#]", "", text.lower())
+        assert not heading or f"# {heading.replace('-', ' ')}\n" in slugs, target
