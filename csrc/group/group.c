@@ -512,6 +512,12 @@ size_t cd_group_untold(const cd_group *g, char *out, size_t bytes)
     return g->world->mesh && !cd_world_forked(g->world) ? cd_mesh_untold(g->world->mesh, out, bytes) : 0;
 }
 
+void cd_group_tell_loss(const cd_group *g, int rank)
+{
+    if (g->world->mesh && !cd_world_forked(g->world))
+        cd_mesh_tell_loss(g->world->mesh, rank);
+}
+
 const int32_t *cd_group_world_ranks(const cd_group *g)
 {
     return g->world_ranks;

@@ -60,8 +60,10 @@ int cd_group_size(const cd_group *group);
 /* Queued collectives that are not complete; of the default group also messages of all groups. Any thread. */
 uint32_t cd_group_pending(const cd_group *group);
 /* Sends of this world that failed and whose failure nobody has been told: how many, and about the first of them in out ("" if
- * none). */
+ * none is remembered). */
 size_t cd_group_untold(const cd_group *group, char *out, size_t bytes);
+/* The user knows of the loss of this rank of the world: sends that it ended are no news. */
+void cd_group_tell_loss(const cd_group *group, int rank);
 const int32_t *cd_group_world_ranks(const cd_group *group);
 uint64_t cd_group_timeout_ns(const cd_group *group);
 void cd_group_set_timeout_ns(cd_group *group, uint64_t timeout_ns);

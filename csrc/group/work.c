@@ -149,7 +149,7 @@ bool cd_work_is_done(cd_work *work)
 }
 
 /* The failure of a complete work, which its owner knows from here on. */
-static cd_status fail_done(const cd_work *work)
+static cd_status fail_done(cd_work *work)
 {
     if (work->is_p2p)
         cd_mesh_tell(work->group->world->mesh, &work->xfer);

@@ -52,7 +52,8 @@ typedef struct cd_xfer {
     uint64_t took_ns;      /* receive of a large message: spent on its body so far; while it comes in pieces, when it began */
     int source;            /* receive: the world rank that sent */
     cd_error *error;       /* NULL = fine; owned by the transfer: free with cd_xfer_clear */
-    uint64_t failure;      /* number of an asynchronous send's failure, for cd_mesh_tell */
+    uint64_t failure;      /* number of an asynchronous send's failure, for cd_mesh_tell; 0: none, or told */
+    int lost;              /* with it: the world rank whose loss it is, −1 for another reason */
 } cd_xfer;
 
 cd_status cd_mesh_create(int rank, int world, cd_mesh **out);
@@ -94,10 +95,12 @@ void cd_mesh_forget(cd_mesh *mesh, uint64_t context);
 size_t cd_mesh_outstanding(cd_mesh *mesh);
 /* Makes progress; whether anything that was sent has not left this process yet, or waits for its receive. Any thread. */
 bool cd_mesh_owes(cd_mesh *mesh);
-/* Asynchronous sends that failed, other than by cancelling or closing, and whose owner did not say that it knows (tell). How
- * many; out: "to rank 1 (tag 3, 800 bytes): why" of the oldest that is remembered, "" if none. Any thread. */
+/* Asynchronous sends that failed, other than by cancelling or closing, and whose owner did not say that it knows: of this one
+ * (tell), or that this rank is lost (tell_loss), which explains all that failed and will fail of that. How many; out: "to rank 1
+ * (tag 3, 800 bytes): why" of the oldest that is remembered, "" if none. Any thread. */
 size_t cd_mesh_untold(cd_mesh *mesh, char *out, size_t bytes);
-void cd_mesh_tell(cd_mesh *mesh, const cd_xfer *xfer);
+void cd_mesh_tell(cd_mesh *mesh, cd_xfer *xfer);
+void cd_mesh_tell_loss(cd_mesh *mesh, int rank);
 /* Payload bytes sent so far, for tests of step and byte tables. */
 uint64_t cd_mesh_bytes_sent(const cd_mesh *mesh);
 

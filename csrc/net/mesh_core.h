@@ -62,6 +62,8 @@ typedef struct {
     cd_pipe *pipe;     /* NULL: unreachable */
     cd_error *lost;    /* no longer NULL: why nothing goes to this peer any more */
     cd_error *deaf;    /* sending failed; what the peer sent before is still read */
+    size_t untold;     /* failed sends that this peer's loss ended and nobody has asked about */
+    bool loss_is_known; /* the user has been told of it */
     cd_xfers first, asked, bodies, posted, arriving, reading;
     cd_mesh_pace pace[3]; /* by size, see mesh_reach.c */
     cd_kept *kept, **kept_last;
@@ -89,6 +91,12 @@ typedef struct {
         cd_kept *kept;
     } in;
 } cd_mesh_peer;
+
+typedef struct {
+    uint64_t failure;
+    int lost;          /* the rank whose loss ended it, -1: something else */
+    char text[256];
+} cd_mesh_untold_send;
 
 struct cd_mesh {
     pthread_mutex_t lock;
@@ -118,12 +126,9 @@ struct cd_mesh {
     bool has_rest;                 /* frames of cancelled transfers may be waiting to go out */
     _Atomic int waiters;           /* threads in the slow part of a wait: they drive everything */
     /* Failed sends that nobody has asked about; of more than there is room for only the number is known. */
-    struct {
-        uint64_t failure;
-        char text[256];
-    } untold[CD_MESH_UNTOLD];
+    cd_mesh_untold_send untold[CD_MESH_UNTOLD];
     uint64_t failures;
-    size_t untold_count;
+    size_t untold_count, remembered;
     uint64_t visits;               /* transfers posted and turns made by threads other than the helper */
     char scratch[65536];
 };

@@ -59,28 +59,64 @@ static void finish(cd_mesh *mesh, cd_xfer *x, cd_error *error)
     atomic_store_explicit(&x->done, 1, memory_order_release);
 }
 
-static void note_untold(cd_mesh *mesh, cd_xfer *x, const cd_error *error)
+/* The rank whose loss the error is, −1 if it is anything else. */
+static int lost_by(const cd_mesh *mesh, const cd_error *error)
 {
-    x->failure = ++mesh->failures;
-    size_t at = mesh->untold_count++;
-    if (at >= CD_MESH_UNTOLD)
-        return;
-    mesh->untold[at].failure = x->failure;
-    snprintf(mesh->untold[at].text, sizeof mesh->untold[at].text, "to rank %d (tag %lld, %zu bytes): %.170s", x->peer,
-             (long long)x->match.tag, x->bytes, error->text);
+    return error->code == CD_PEER_LOST && error->rank >= 0 && error->rank < mesh->world ? error->rank : -1;
 }
 
-void cd_mesh_tell(cd_mesh *mesh, const cd_xfer *x)
+static void note_untold(cd_mesh *mesh, cd_xfer *x, const cd_error *error)
+{
+    int lost = lost_by(mesh, error);
+    if (lost >= 0 && mesh->peers[lost].loss_is_known)
+        return;
+    x->failure = ++mesh->failures;
+    x->lost = lost;
+    mesh->untold_count++;
+    if (lost >= 0)
+        mesh->peers[lost].untold++;
+    if (mesh->remembered == CD_MESH_UNTOLD)
+        return;
+    cd_mesh_untold_send *entry = &mesh->untold[mesh->remembered++];
+    entry->failure = x->failure;
+    entry->lost = lost;
+    snprintf(entry->text, sizeof entry->text, "to rank %d (tag %lld, %zu bytes): %.170s", x->peer, (long long)x->match.tag,
+             x->bytes, error->text);
+}
+
+/* Forgets the texts of this failure, or of all by the loss of this rank. */
+static void forget_untold(cd_mesh *mesh, uint64_t failure, int lost)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < mesh->remembered; i++)
+        if (mesh->untold[i].failure != failure && (lost < 0 || mesh->untold[i].lost != lost))
+            mesh->untold[kept++] = mesh->untold[i];
+    mesh->remembered = kept;
+}
+
+void cd_mesh_tell(cd_mesh *mesh, cd_xfer *x)
 {
     pthread_mutex_lock(&mesh->lock);
-    size_t known = mesh->untold_count < CD_MESH_UNTOLD ? mesh->untold_count : CD_MESH_UNTOLD;
-    for (size_t i = 0; x->failure && i < known; i++)
-        if (mesh->untold[i].failure == x->failure) {
-            memmove(&mesh->untold[i], &mesh->untold[i + 1], (known - i - 1) * sizeof mesh->untold[0]);
-            memset(&mesh->untold[known - 1], 0, sizeof mesh->untold[0]);
-            mesh->untold_count--;
-            break;
-        }
+    if (x->failure && !(x->lost >= 0 && mesh->peers[x->lost].loss_is_known)) {
+        forget_untold(mesh, x->failure, -1);
+        mesh->untold_count--;
+        if (x->lost >= 0)
+            mesh->peers[x->lost].untold--;
+    }
+    x->failure = 0;
+    cd_mesh_unlock(mesh);
+}
+
+void cd_mesh_tell_loss(cd_mesh *mesh, int rank)
+{
+    if (rank < 0 || rank >= mesh->world)
+        return;
+    pthread_mutex_lock(&mesh->lock);
+    cd_mesh_peer *peer = &mesh->peers[rank];
+    forget_untold(mesh, 0, rank);
+    mesh->untold_count -= peer->untold;
+    peer->untold = 0;
+    peer->loss_is_known = true;
     cd_mesh_unlock(mesh);
 }
 
@@ -88,7 +124,7 @@ size_t cd_mesh_untold(cd_mesh *mesh, char *out, size_t bytes)
 {
     pthread_mutex_lock(&mesh->lock);
     size_t count = mesh->untold_count;
-    snprintf(out, bytes, "%s", count ? mesh->untold[0].text : "");
+    snprintf(out, bytes, "%s", mesh->remembered ? mesh->untold[0].text : "");
     cd_mesh_unlock(mesh);
     return count;
 }

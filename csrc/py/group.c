@@ -301,12 +301,33 @@ static PyObject *drain_group(PyObject *object, PyObject *arg)
     return PyBool_FromLong(self->group && cd_group_status(self->group) == CD_OK);
 }
 
+static PyObject *note_raised(PyObject *object, PyObject *arg)
+{
+    cd_py_group *self = (cd_py_group *)object;
+    long lost = PyLong_AsLong(arg);
+    if (lost == -1 && PyErr_Occurred())
+        return NULL;
+    if (self->group && lost >= 0)
+        cd_group_tell_loss(self->group, (int)lost);
+    self->cause_raised |= self->group && cd_group_status(self->group) != CD_OK;
+    Py_RETURN_NONE;
+}
+
+/* The user knows why all ended: it was raised, or it is this rank's own doing. */
+static bool cause_is_known(const cd_py_group *self)
+{
+    if (cd_group_status(self->group) == CD_OK)
+        return false;
+    const cd_error *cause = cd_last_error();
+    return self->cause_raised || (cause->code == CD_ABORTED && cause->rank == self->world_rank);
+}
+
 static PyObject *count_untold(PyObject *object, PyObject *unused)
 {
     (void)unused;
     cd_py_group *self = (cd_py_group *)object;
     char text[256] = "";
-    size_t count = self->group ? cd_group_untold(self->group, text, sizeof text) : 0;
+    size_t count = self->group && !cause_is_known(self) ? cd_group_untold(self->group, text, sizeof text) : 0;
     return Py_BuildValue("(nN)", (Py_ssize_t)count, PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace"));
 }
 
@@ -473,7 +494,9 @@ static PyMethodDef methods[] = {
     {"_pending", count_pending, METH_NOARGS, "Asynchronous operations under way (messages: of all groups, by the default one)."},
     {"_drain", drain_group, METH_O,
      "_drain(seconds): lets queued operations and sends end; whether the group has no error then."},
-    {"_untold", count_untold, METH_NOARGS, "(number, first as text) of failed sends that nobody waited for."},
+    {"_untold", count_untold, METH_NOARGS,
+     "(number, first as text or '') of failed sends that nobody waited for and no error that was raised explains."},
+    {"_note_raised", note_raised, METH_O, "_note_raised(lost): an error was raised, by the loss of this rank (-1: by another thing)."},
     {"_local", get_local, METH_NOARGS, "(rank, size) among the ranks of this host."},
     {"_check", check_group, METH_NOARGS, "Raises what broke the group, if anything did."},
     {"_monitored_barrier", monitored_barrier, METH_VARARGS, "_monitored_barrier(timeout, wait_all_ranks)"},

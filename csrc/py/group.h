@@ -13,6 +13,7 @@ typedef struct {
     cd_world *world;   /* owned by the default group alone: NULL in the others */
     PyObject *ranks;   /* tuple: world rank of each group rank */
     int rank, size, world_rank;
+    bool cause_raised; /* an exception has told the user what ended the group */
     uint32_t spin, yields; /* of patience, worked out once */
 } cd_py_group;
 

@@ -325,11 +325,13 @@ def _drain(groups):
 
 
 def _tell_failed_sends(world):
+    """Tell on stderr of sends that failed, unless an error that was raised explains it."""
     count, first = world._untold()
     if count:
+        known = f", the first {first}" if first else ""
         sys.stderr.write(
-            f"[rank{get_rank()}]: cdist: {count} isend(s) failed and nobody waited for them, the "
-            f"first {first}: call wait() on each Work\n"
+            f"[rank{get_rank()}]: cdist: {count} isend(s) failed and nobody waited for them{known}: "
+            f"call wait() on each Work\n"
         )
 
 
@@ -338,7 +340,7 @@ def destroy_process_group(group=None) -> None:
 
     In a group without an error, operations that are queued and messages that were sent get up to 2 s to end,
     so that the other ranks are not left waiting. An ``isend`` that failed and that nobody waited for is told
-    on stderr.
+    on stderr, unless an error that was raised explains it.
 
     Raises:
         AssertionError: there is no default group.

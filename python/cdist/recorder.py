@@ -176,6 +176,8 @@ def _on_failure(error):
     from cdist.errors import MismatchError, PeerLostError
 
     _core._note_site(world)
+    lost = error.rank if isinstance(error, PeerLostError) else None
+    world._note_raised(-1 if lost is None else lost)
     cause = str(error)
     if isinstance(error, MismatchError):
         found = _sites(world)

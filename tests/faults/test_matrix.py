@@ -8,6 +8,7 @@ from hosts import why_not
 from matrix import CALLS, FAULTS, WORLD, Place, table
 
 _times: dict = {}
+_slow: list = []  # (seconds, where)
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp", "hosts"])
@@ -23,7 +24,9 @@ def place(request):
 def _print_table():
     yield
     if _times:
-        sys.stderr.write("\nfrom the fault to the exception:\n" + table(_times) + "\n")
+        sys.stderr.write("\nfrom the fault to the exception:\n" + table(_times) + "\nslowest:\n")
+        for seconds, where in sorted(_slow, reverse=True)[:20]:
+            sys.stderr.write(f"{seconds * 1e3:6.0f} ms  {where}\n")
 
 
 def _check(place, fault, calls, victims):
@@ -34,6 +37,8 @@ def _check(place, fault, calls, victims):
         if times:
             key = place.transport, fault
             _times[key] = [*_times.get(key, []), *times.values()]
+            where = f"{place.transport}, {fault}, {call}, victim {victim}"
+            _slow.extend((seconds, f"{where}, seen by rank {rank}") for rank, seconds in times.items())
     assert not problems, "\n".join(problems)
 
 

@@ -218,28 +218,67 @@ def test_who_leaves_first_lets_go_out_what_it_owes(transport):
     assert run(_leave_early, 3, transport=transport) == [None, (6.0, 1.0), (6.0, 0.0)]
 
 
-def test_a_failed_isend_that_nobody_waited_for_is_told(tmp_path):
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_failed_isend_that_nobody_waited_for_is_told(tmp_path, raises):
+    """Unless the loss of the rank that ended it was raised."""
     outcomes, _ = _script(
         tmp_path,
-        """
+        f"""
         import cdist, numpy
         cdist.init_process_group()
         cdist.barrier()
         if cdist.get_rank() == 0:
             failed = cdist.isend(numpy.ones(1_000_000), 1, tag=3)
-            known = cdist.isend(numpy.ones(1_000_000), 1, tag=4)
-            for work in (cdist.irecv(numpy.ones(1), 1), known):
-                try:
-                    work.wait()
-                except cdist.PeerLostError:
+            other = cdist.irecv(numpy.ones(1), 1) if {raises} else cdist.isend(numpy.ones(1_000_000), 1, tag=4)
+            try:
+                while not other.is_completed():
                     pass
+                if {raises}:
+                    other.wait()
+            except cdist.PeerLostError:
+                print("raised")
         """,
     )
     assert [code for code, _, _ in outcomes] == [0, 0]
-    (line,) = outcomes[0][2].splitlines()
-    assert line.startswith("[rank0]: cdist: 1 isend(s) failed and nobody waited")
-    assert "to rank 1 (tag 3, 8000000 bytes)" in line
+    lines = outcomes[0][2].splitlines()
+    if raises:
+        assert (outcomes[0][1], lines) == ("raised\n", [])
+    else:
+        (line,) = lines
+        assert line.startswith("[rank0]: cdist: 2 isend(s) failed and nobody waited")
+        assert "to rank 1 (tag 3, 8000000 bytes)" in line
     assert outcomes[1][2] == ""
+
+
+@pytest.mark.parametrize("waited", [11, 12])
+def test_failed_isends_are_counted(tmp_path, waited):
+    """More than are remembered with their texts."""
+    outcomes, _ = _script(
+        tmp_path,
+        f"""
+        import cdist, numpy
+        cdist.init_process_group()
+        works = [cdist.isend(numpy.ones(100_000), 1, tag=t) for t in range(12 * (1 - cdist.get_rank()))]
+        for tag in range(12 * cdist.get_rank()):
+            try:
+                cdist.recv(numpy.ones(1), 0, tag=tag)
+            except cdist.MismatchError:
+                print(tag)
+        for work in works[:{waited}]:
+            try:
+                work.wait()
+            except cdist.MismatchError:
+                pass
+        while not all(work.is_completed() for work in works):
+            pass
+        cdist.barrier()
+        """,
+    )
+    assert [code for code, _, _ in outcomes] == [0, 0]
+    assert len(outcomes[1][1].splitlines()) == 12
+    assert len(outcomes[0][2].splitlines()) == 12 - waited
+    if waited < 12:
+        assert "1 isend(s) failed and nobody waited" in outcomes[0][2]
 
 
 def _drop_a_group(rank, world):
