@@ -3,6 +3,7 @@ step.
 """
 
 import importlib
+import pickle
 
 import numpy as np
 import pytest
@@ -18,9 +19,9 @@ from torch import nn  # noqa: E402
 torch.set_num_threads(1)
 
 
-def hooks(package, name):
+def hooks(package, name=""):
     base = "cdist" if package is cdist else "torch.distributed"
-    return importlib.import_module(f"{base}.algorithms.ddp_comm_hooks.{name}")
+    return importlib.import_module(f"{base}.algorithms.ddp_comm_hooks.{name}".rstrip("."))
 
 
 def train_small(ddp, rank, world, steps=5):
@@ -196,6 +197,62 @@ def test_post_local_sgd_equals_torch(reduces):
         close(mine[0], mine[1], 0)
         close(mine[2], mine[3], 0)
     assert any((a != b).any() for a, b in zip(mine[0], mine[2], strict=True))
+
+
+@pytest.mark.parametrize("given", ["group", "state"])
+def test_hooks_by_name(given):
+    """The state of PowerSGD hooks is a process group, as torch's; a PowerSGDState is taken too."""
+
+    def body(rank, world):
+        kinds = hooks(cdist).DDPCommHookType
+        state_of = hooks(cdist, "powerSGD_hook").PowerSGDState
+        for kind in kinds:
+            if kind.name == "POST_LOCAL_SGD":
+                continue
+            power = "POWER" in kind.name
+            state = state_of(None, start_powerSGD_iter=2) if power and given == "state" else cdist.group.WORLD
+            ddp = cdist.DistributedDataParallel(small())
+            kind.value(model=ddp, state=state)
+            train_small(ddp, rank, world)
+            if power:
+                used = ddp._hook[0]
+                expected = 2 if "RANK2" in kind.name and given == "group" else 1
+                assert (used.matrix_approximation_rank, used.iter > 2) == (expected, True)
+
+    run(body, 2)
+    theirs = hooks(torch.distributed).DDPCommHookType
+    assert {kind.name for kind in theirs} <= {kind.name for kind in hooks(cdist).DDPCommHookType}
+
+
+def test_power_sgd_goes_on_from_a_checkpoint():
+    """The state is pickled without its group, and goes on with the default one."""
+
+    def body(rank, world):
+        power = hooks(cdist, "powerSGD_hook")
+
+        def wrap(module, state):
+            ddp = cdist.DistributedDataParallel(module)
+            ddp.register_comm_hook(state, power.powerSGD_hook)
+            return ddp
+
+        torch.manual_seed(0)
+        ddp = wrap(nn.Linear(24, 32), power.PowerSGDState(cdist.group.WORLD, 2, 2))
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(rank))
+
+        def step(ddp):
+            ddp.zero_grad()
+            ddp(x).square().sum().backward()
+            return [p.grad.clone() for p in ddp.parameters()]
+
+        for _ in range(4):
+            step(ddp)
+        state, module = pickle.loads(pickle.dumps((ddp._hook[0], ddp.module)))
+        assert state.process_group is cdist.group.WORLD
+        again = wrap(module, state)
+        for _ in range(3):
+            assert all(map(torch.equal, step(ddp), step(again)))
+
+    run(body, 2)
 
 
 class Counting(nn.Module):

@@ -3,6 +3,7 @@ whole batch.
 """
 
 import copy
+import inspect
 import os
 import pickle
 import tempfile
@@ -246,6 +247,87 @@ def test_unused_parameters():
         kwargs = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
         for mine, _ in compare(2, make, train, kwargs):
             assert mine[-1].tolist() == [True, False, False, True, False, False]
+
+
+class Heads(nn.Module):
+    """Several outputs, of which a loss may take some."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.heads = nn.Linear(6, 5), nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+
+    def forward(self, x):
+        return [head(torch.tanh(self.body(x))) for head in self.heads]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_outputs_that_have_no_part_in_the_loss_equal_torch(views):
+    """With find_unused_parameters; also where each rank takes another output, and where no rank takes one."""
+
+    def train(ddp, rank, world, package):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        gone = []
+        for number, batch in enumerate(vectors(5, 8)):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            nn.functional.mse_loss(ddp(x)[0 if number > 2 else (number + rank) % 3], y).backward()
+            gone.append([head.weight.grad is None for head in ddp.module.heads])
+            optimizer.step()
+        return [*numbers(ddp), np.array(gone)]
+
+    compare(2, Heads, train, {"find_unused_parameters": True, "gradient_as_bucket_view": views})
+
+
+def test_a_graph_that_is_not_static_is_told():
+    def body(rank, world, first):
+        class Changing(Heads):
+            def forward(self, x, count):
+                return sum(super().forward(x)[:count])
+
+        ddp = cdist.DistributedDataParallel(Changing(), static_graph=True)
+        for _ in range(2):
+            ddp(torch.ones(2, 6), first).sum().backward()
+
+        def train():
+            for _ in range(2):
+                ddp(torch.ones(2, 6), 5 - first).sum().backward()
+
+        with pytest.raises(RuntimeError, match="training graph has changed.*find_unused_parameters=True"):
+            train()
+
+    for first in (2, 3):
+        run(body, 1, first)
+
+
+def test_optimizers_of_the_backward_pass_step_on_reduced_gradients():
+    """Torch's own _apply_optimizer_in_backward would step on those of this rank, before they are reduced."""
+
+    def body(rank, world, views):
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+        def wrap(in_backward):
+            module = small()
+            if in_backward:
+                _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+            return cdist.DistributedDataParallel(module, gradient_as_bucket_view=views)
+
+        ddp, reference = wrap(True), wrap(False)
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for batch in vectors(3, 8):
+            x, y = shard(batch, rank, world)
+            for model in (ddp, reference):
+                with model.no_sync():
+                    nn.functional.mse_loss(model(-x), y).backward()
+                nn.functional.mse_loss(model(x), y).backward()
+            assert all(p.grad is None for p in ddp.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(map(torch.equal, ddp.parameters(), reference.parameters()))
+
+    pytest.importorskip("torch.distributed.optim")
+    for views in (False, True):
+        run(body, 2, views)
 
 
 def test_static_graph_with_unused_and_checkpointed_layers():
@@ -774,6 +856,20 @@ def test_two_forward_passes_with_batch_norm_before_backward():
     run(body, 2)
 
 
+def test_two_forward_passes_in_training_with_batch_norm_equal_torch():
+    """K148: the second forward's broadcast writes buffers that the first one's graph has saved."""
+
+    def train(ddp, rank, world, package):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for batch in vectors(3, 8):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad()
+            (nn.functional.mse_loss(ddp(x), y) + nn.functional.mse_loss(ddp(-x), y)).backward()
+            optimizer.step()
+
+    compare(2, lambda: small(norm=True), train)
+
+
 @pytest.mark.parametrize("sizes", [(4, 4), (3, 7)])
 def test_sync_batch_norm_equals_the_whole_batch(sizes):
     x = torch.randn(sum(sizes), 5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -872,6 +968,18 @@ def test_join_can_throw_and_be_disabled():
     texts = run(body, 2)
     assert texts[0] == "Rank 0 exhausted all inputs."
     assert "at least one rank that exhausted inputs" in texts[1]
+
+
+def test_join_leaves_buffers_that_are_not_synchronised():
+    def train(ddp, rank, world, package):
+        with ddp.join():
+            for x, y in vectors(2 + rank, 4, seed=rank):
+                ddp.zero_grad()
+                nn.functional.mse_loss(ddp(x), y).backward()
+        return numbers(ddp)
+
+    one, two = compare(2, lambda: small(norm=True), train, {"broadcast_buffers": False})
+    assert any((a != b).any() for a, b in zip(one[0], two[0], strict=True))
 
 
 # ---- modes of reduction, plans
@@ -1082,8 +1190,9 @@ def test_wrong_arguments():
 def test_ignored_parameters():
     def body(rank, world):
         module = small(rank)
-        module._ddp_params_and_buffers_to_ignore = ["0.weight"]
-        ddp = cdist.DistributedDataParallel(module)
+        wrap = cdist.DistributedDataParallel
+        wrap._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
+        ddp = wrap(module)
         ddp(torch.full((2, 6), float(rank))).sum().backward()
         return numbers(ddp)[0], module[0].weight.grad.numpy(), module[2].weight.grad.numpy()
 
@@ -1091,6 +1200,29 @@ def test_ignored_parameters():
     assert (one[0] != two[0]).any()
     assert (one[1] != two[1]).any()
     close([one[2]], [two[2]], 0)
+
+
+def test_the_class_alone_shows_arguments_and_methods():
+    theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    ours = inspect.signature(cdist.DistributedDataParallel.__init__).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert [ours[name].default for name in theirs] == [theirs[name].default for name in theirs]
+    assert set(dir(cdist.DistributedDataParallel)) >= {"no_sync", "join", "register_comm_hook"}
+    assert not hasattr(cdist.DistributedDataParallel, "nonsense")
+
+    class Named(cdist.DistributedDataParallel):
+        def __init__(self, module, name):
+            cdist.DistributedDataParallel.__init__(self, module, bucket_cap_mb=3)
+            self.name = name
+
+    def body(rank, world):
+        ddp = Named(small(norm=True), "mine")
+        assert (ddp.name, ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_default) == ("mine", 3 << 20, False)
+        assert [tuple(b.shape) for b in ddp.modules_buffers] == [(16,), (16,), ()]
+        ddp = cdist.DistributedDataParallel(small(), bucket_cap_mb_list=[2, 1])
+        assert (ddp.bucket_bytes_cap, ddp.bucket_bytes_cap_list) == (2 << 20, [2 << 20, 1 << 20])
+
+    run(body, 1)
 
 
 def test_torch_is_not_imported_for_arrays():

@@ -19,6 +19,7 @@ import cdist
 import numpy as np
 import pytest
 from cdist.launch.record import read_error
+from cdist.testing import run
 
 ROOT = Path(__file__).parent.parent
 PYTHON = str(Path(cdist.__file__).parent.parent)
@@ -97,6 +98,22 @@ def test_methods(name):
 def test_module(theirs, ours):
     pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
     compare(public(importlib.import_module(theirs)), importlib.import_module(ours), theirs)
+
+
+def test_attributes_of_ddp():
+    torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
+    pytest.importorskip("torch.distributed", reason="torch comes with EXTRAS in .ci/run")
+
+    def body(rank, world):
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        classes = torch.nn.parallel.DistributedDataParallel, cdist.DistributedDataParallel
+        return [dir(ddp(torch.nn.Linear(2, 2))) for ddp in classes]
+
+    theirs, ours = run(body, 1)[0]
+    missing = {name for name in theirs if not name.startswith("_")} - set(ours)
+    assert missing == set(documented()["DistributedDataParallel"])
 
 
 def test_modules_of_torch_distributed():

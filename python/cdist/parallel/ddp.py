@@ -24,6 +24,31 @@ def _implementation(module):
     )
 
 
+def _shown():
+    """Return the class whose arguments and methods are shown: over torch modules where torch is loaded."""
+    if getattr(sys.modules.get("torch"), "nn", None) is None:
+        return ArrayDataParallel
+    from cdist.parallel.torch_module import TorchDataParallel
+
+    return TorchDataParallel
+
+
+class _Init:
+    """``__init__`` of DistributedDataParallel: that of the class that fits the module, with its signature."""
+
+    @property
+    def __signature__(self):
+        import inspect
+
+        return inspect.signature(_shown().__init__)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else super(DistributedDataParallel, instance).__init__
+
+    def __call__(self, instance, *args, **kwargs):
+        self.__get__(instance)(*args, **kwargs)
+
+
 class _ByModule(type):
     """Makes DistributedDataParallel(module) an object of the class that fits the module.
 
@@ -32,14 +57,21 @@ class _ByModule(type):
 
     @property
     def __signature__(cls):
-        """What help() shows: the arguments over torch modules where torch is loaded."""
         import inspect
 
-        over = ArrayDataParallel
-        if getattr(sys.modules.get("torch"), "nn", None) is not None:
-            from cdist.parallel.torch_module import TorchDataParallel as over
-        signature = inspect.signature(over.__init__)
+        signature = inspect.signature(_shown().__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def __getattr__(cls, name):
+        """Return a method or function by the name of the class alone: DistributedDataParallel.no_sync."""
+        if name.startswith("__"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        return getattr(_shown(), name)
+
+    def __dir__(cls):
+        ours = [base for base in _shown().__mro__ if base.__module__.startswith("cdist")]
+        names = {name for base in ours for name in vars(base) if not name.startswith("__")}
+        return sorted({*super().__dir__(), *names})
 
     def __call__(cls, module=None, *args, **kwargs):
         if any(getattr(base, "_is_implementation", False) for base in cls.__mro__):
@@ -91,3 +123,5 @@ class DistributedDataParallel(metaclass=_ByModule):
     for uneven batches). Parameters of rank 0 are given to all ranks at construction, after names, order,
     shapes and dtypes were compared; a difference raises RuntimeError on every rank.
     """
+
+    __init__ = _Init()

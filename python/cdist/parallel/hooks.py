@@ -5,6 +5,7 @@ tensor. `state` of the simple hooks is the process group (None: the default one)
 """
 
 import enum
+import functools
 
 import torch
 
@@ -144,9 +145,8 @@ class PostLocalSGDState:
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket):
     """Average globally at first, later within a subgroup."""
-    local = state.iter >= state.start_localSGD_iter
-    state.maybe_increase_iter(bucket)
-    if not local:
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
         return average(state.process_group, bucket.buffer())
     if not state.post_local_gradient_allreduce:
         return Later.of(bucket.buffer())
@@ -168,29 +168,48 @@ def builtin(kind):
     return table[getattr(kind, "name", str(kind)).rpartition(".")[2]]
 
 
-def _power(hook_name, wrapper=None):
-    def hook(state, bucket):
-        from cdist.parallel import powersgd
+def _register(model, state=None, *, hook):
+    model.register_comm_hook(state if state is not None else model.process_group, hook)
 
-        chosen = getattr(powersgd, hook_name)
-        return (wrapper(chosen) if wrapper else chosen)(state, bucket)
 
-    hook.__name__ = hook_name
-    return hook
+def _register_quantization(model, state=None, *, name):
+    from cdist.parallel import quantization
+
+    _register(model, state, hook=getattr(quantization, name))
+
+
+def _register_power(model, state=None, *, name, rank):
+    from cdist.parallel import powersgd
+
+    if not isinstance(state, powersgd.PowerSGDState):
+        state = powersgd.PowerSGDState(state, matrix_approximation_rank=rank)
+    _register(model, state, hook=getattr(powersgd, name))
+
+
+def _member(register, **kwargs):
+    return enum.member(functools.partial(register, **kwargs))
 
 
 class DDPCommHookType(enum.Enum):
-    """Hooks by name, for register_ddp_comm_hook."""
+    """Hooks by name. A value registers its hook: ``DDPCommHookType.NOOP.value(model=ddp, state=group)``.
 
-    ALLREDUCE = enum.member(allreduce_hook)
-    FP16_COMPRESS = enum.member(fp16_compress_hook)
-    BF16_COMPRESS = enum.member(bf16_compress_hook)
-    POWER_SGD = enum.member(_power("powerSGD_hook"))
-    BATCHED_POWER_SGD = enum.member(_power("batched_powerSGD_hook"))
-    POST_LOCAL_SGD = enum.member(post_localSGD_hook)
-    NOOP = enum.member(noop_hook)
+    The state of PowerSGD hooks is a process group (None: the model's) or a PowerSGDState, which also says
+    when they begin; that of POST_LOCAL_SGD is a PostLocalSGDState.
+    """
+
+    ALLREDUCE = _member(_register, hook=allreduce_hook)
+    FP16_COMPRESS = _member(_register, hook=fp16_compress_hook)
+    BF16_COMPRESS = _member(_register, hook=bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = _member(_register_quantization, name="quantization_pertensor_hook")
+    QUANTIZE_PER_CHANNEL = _member(_register_quantization, name="quantization_perchannel_hook")
+    POWER_SGD = _member(_register_power, name="powerSGD_hook", rank=1)
+    POWER_SGD_RANK2 = _member(_register_power, name="powerSGD_hook", rank=2)
+    BATCHED_POWER_SGD = _member(_register_power, name="batched_powerSGD_hook", rank=1)
+    BATCHED_POWER_SGD_RANK2 = _member(_register_power, name="batched_powerSGD_hook", rank=2)
+    POST_LOCAL_SGD = _member(_register, hook=post_localSGD_hook)
+    NOOP = _member(_register, hook=noop_hook)
 
 
 def register_ddp_comm_hook(comm_hook_type, model, state=None):
-    """Register the hook that a DDPCommHookType names."""
-    model.register_comm_hook(state if state is not None else model.process_group, comm_hook_type.value)
+    """Register the hook that a DDPCommHookType names. `state`: see there; None: the model's process group."""
+    comm_hook_type.value(model=model, state=state)

@@ -57,6 +57,15 @@ class PowerSGDState:
         self.q_memory_dict = {}
         self.elements_before = self.elements_after = 0
 
+    def __getstate__(self):
+        """Return what a checkpoint holds: all but the process group, which belongs to its process."""
+        return {**self.__dict__, "process_group": None}
+
+    def __setstate__(self, state):
+        """Take the default process group; set ``process_group`` afterwards where it was another."""
+        self.__dict__.update(state)
+        self.process_group = cdist.group.WORLD
+
     def compression_stats(self):
         """Return (rate, elements before, elements after) of the compressed steps."""
         rate = self.elements_before / self.elements_after if self.elements_after else 0

@@ -189,6 +189,12 @@ class Synchronizer:
             self.on_bucket(bucket)
 
     def _twice(self, index):
+        if self.uses is not None:
+            raise RuntimeError(
+                "static_graph=True: your training graph has changed in this iteration: parameter at index "
+                f"{index} with name {self.gradients[index].name} got its gradient more often than in the first "
+                "iteration, in which it may have been unused. Use find_unused_parameters=True instead."
+            )
         raise RuntimeError(
             f"Expected to mark a variable ready only once. Parameter at index {index} with name "
             f"{self.gradients[index].name} has been marked as ready twice. Causes: (1) the parameter is used "
@@ -218,6 +224,13 @@ class Synchronizer:
                     f"Parameter indices which did not receive grad for rank {rank}: "
                     f"{' '.join(map(str, which))} ({names}{more})."
                 )
+        if self.uses is not None:
+            return (
+                "Expected to have finished reduction in the prior iteration before starting a new one. This "
+                "error indicates that your training graph has changed in this iteration: a parameter got its "
+                "gradient less often than in the first iteration, which static_graph=True does not allow. "
+                "Use find_unused_parameters=True instead. " + " ".join(said)
+            )
         return (
             "Expected to have finished reduction in the prior iteration before starting a new one. This "
             "error indicates that your module has parameters that were not used in producing loss. You can "

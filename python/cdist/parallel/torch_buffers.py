@@ -36,7 +36,7 @@ def kinds_of(tensors):
 
 
 def broadcast_tensors(tensors, group, src=0):
-    """Give every rank the tensors of group rank `src`. Collective.
+    """Give every rank the buffers of group rank `src`. Collective.
 
     One message per device; writes only where values differ.
     """
@@ -62,7 +62,17 @@ def _broadcast_together(kinds, group, src):
     for same, part, new in zip(kinds, parts, together.split([len(part) for part in parts]), strict=True):
         if not torch.equal(part, new):
             values = new.view(same[0].dtype)
-            torch._foreach_copy_(same, torch._utils._unflatten_dense_tensors(values, same))
+            _overwrite(same, torch._utils._unflatten_dense_tensors(values, same))
+
+
+def _overwrite(buffers, values):
+    """Copy into the buffers unseen by autograd, as torch does.
+
+    An earlier forward whose backward is still to come may have saved them: batch normalisation has, and does
+    not use them in training.
+    """
+    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+        torch._foreach_copy_(buffers, values)
 
 
 class Message:
@@ -89,7 +99,7 @@ class Message:
         cdist.broadcast(self.flat, group_src=src, group=group)
         for same, places in zip(self.kinds, self.places, strict=True):
             if not root:
-                torch._foreach_copy_(same, places)
+                _overwrite(same, places)
 
 
 class KeptBuffers:

@@ -36,6 +36,12 @@ class CommHooks:
         kind = signature.parameters["bucket"].annotation
         if kind not in (inspect._empty, GradBucket) and "GradBucket" not in str(kind):
             raise ValueError("Communication hook: bucket annotation should be GradBucket.")
+        if signature.return_annotation is not inspect._empty and "Future" not in str(
+            signature.return_annotation
+        ):
+            raise ValueError(
+                "Communication hook: return annotation should be torch.futures.Future or cdist.Future."
+            )
         if self._hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         if self._sparse:

@@ -51,5 +51,6 @@ class TorchJoinHook(JoinHook):
         ddp = self.ddp
         source = ddp._highest(cdist.get_rank(ddp.process_group) if is_last_joiner else -1)
         ddp.broadcast_parameters(source)
-        ddp._broadcast_buffers(source)
+        if ddp.forward_sync_buffers:
+            ddp._broadcast_buffers(source)
         ddp._sync.set_divisor(None)

@@ -92,7 +92,7 @@ def logging_data(ddp):
         "num_parameter_tensors": len(ddp._params),
         "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in ddp._params),
         "dtypes": ", ".join(sorted({name_of(p.dtype) for p in ddp._params})),
-        "bucket_cap_bytes": ddp._caps[-1],
+        "bucket_cap_bytes": ddp.bucket_bytes_cap,
         "bucket_sizes": ", ".join(map(str, sync.bucket_bytes)),
         "backend_name": cdist.get_backend(ddp.process_group),
         "device_ids": ", ".join(str(d.index) for d in ddp.device_ids or []),
@@ -114,7 +114,7 @@ def logging_data(ddp):
             ddp._params[i].numel() * ddp._params[i].element_size() for i in getattr(ddp, "_static_unused", ())
         ),
         "has_rebuilt_buckets": int(sync.replanned),
-        "num_buckets_reduced": sync.reducer.launched[0],
+        "num_buckets_reduced": len(sync.bucket_bytes) if sync.steps else 0,
         "prev_iteration_grad_ready_order_indices": ", ".join(map(str, sync.reducer.ready_order())),
     }
     data |= ddp._times.figures()

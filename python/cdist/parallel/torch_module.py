@@ -31,7 +31,9 @@ from cdist.parallel.synchronizer import (
 from cdist.parallel.torch_comm import CommHooks
 from cdist.parallel.torch_fit import Fitness, unfit
 from cdist.parallel.torch_join import TorchJoinHook
-from cdist.parallel.torch_log import StepTimes, logging_data
+from cdist.parallel.torch_log import StepTimes
+from cdist.parallel.torch_names import TorchNames
+from cdist.parallel.torch_optim import BackwardOptimizers
 from cdist.parallel.torch_parts import (
     all_reduce_max,
     bucket_tensors,
@@ -62,7 +64,9 @@ def _copy_all(targets, sources):
             target.copy_(source)
 
 
-class TorchDataParallel(CommHooks, Fitness, ModelState, SparseGradients, nn.Module, Joinable):
+class TorchDataParallel(
+    BackwardOptimizers, CommHooks, Fitness, ModelState, SparseGradients, TorchNames, nn.Module, Joinable
+):
     """DistributedDataParallel over torch modules; takes the arguments of torch's class.
 
     Beyond them: ``reduce='mean' | 'sum' | 'weights'``, ``accumulate(n)``, ``set_weight``, ``set_trainable``,
@@ -118,6 +122,8 @@ class TorchDataParallel(CommHooks, Fitness, ModelState, SparseGradients, nn.Modu
         self._delayed = [p for _, p in delay_all_reduce_named_params or []]
         self.parameters_to_ignore |= {name for name, _ in delay_all_reduce_named_params or []}
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._has_cap_list = bool(bucket_cap_mb_list)
+        self.batched_grad_copy = batched_grad_copy
         self._check_module()
         self.device = next((p.device for _, p in self._named()), torch.device("cpu"))
         self._check_devices(device_ids, output_device)
@@ -239,6 +245,7 @@ class TorchDataParallel(CommHooks, Fitness, ModelState, SparseGradients, nn.Modu
         self._used = np.zeros(len(self._params), np.uint8)
         self._futures = []
         self._buffer_futures = []
+        self._stepping = None
         self.__dict__["_iterations"] = 0
         self._hang_hooks()
 
@@ -296,6 +303,8 @@ class TorchDataParallel(CommHooks, Fitness, ModelState, SparseGradients, nn.Modu
         if grad:
             self._check_fit()
             self._times.forward_begins()
+            if self._stepping is None:
+                self._take_over_optimizers()
         self._announce()
         if grad and self.require_backward_grad_sync and self._sync.wants_replan() and self._may_replan():
             self._replan()
@@ -403,8 +412,11 @@ class TorchDataParallel(CommHooks, Fitness, ModelState, SparseGradients, nn.Modu
                 unfit.add(self)
             return
         if reducer.unready:
-            unfit.add(self)  # another backward pass may bring the rest
-            return
+            if not self.find_unused_parameters or self.static_graph:
+                unfit.add(self)  # another backward pass may bring the rest
+                return
+            # Reached by an output of the forward, which has no part in the loss.
+            self._mark_unused([i for i in range(len(self._params)) if not reducer.seen(i)])
         self._finish()
 
     def _given(self):
@@ -434,6 +446,8 @@ class TorchDataParallel(CommHooks, Fitness, ModelState, SparseGradients, nn.Modu
         for p in self._delayed:
             if p.grad is not None:
                 cdist.all_reduce(p.grad, op=cdist.ReduceOp.AVG, group=self.process_group)
+        if self._stepping:
+            self._step_in_backward()
 
     def _hand_back(self, given):
         targets, sources = [], []
@@ -522,38 +536,3 @@ class TorchDataParallel(CommHooks, Fitness, ModelState, SparseGradients, nn.Modu
     def join_process_group(self):
         """Group of the collectives."""
         return self.process_group
-
-    # ---- smaller things that torch's class has
-
-    @property
-    def logger(self):
-        """Return None: figures are in _get_ddp_logging_data()."""
-        return None
-
-    def _get_ddp_logging_data(self):
-        return logging_data(self)
-
-    def _set_static_graph(self):
-        self.static_graph = True
-        self._counting = True
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate):
-        """Take times in every `sample_rate`-th iteration (and in the first ten); default 100."""
-        if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-        self._times.rate = sample_rate
-
-    def _check_reducer_finalized(self):
-        return not self._open
-
-    def _get_data_parallel_params(self, module, named_params=False):
-        for name, p in self._named():
-            yield (name, p) if named_params else p
-
-    def _update_process_group(self, new_process_group):
-        self.process_group = new_process_group
-        self._adopt(list(zip(self._names, self._params, strict=True)))
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
-        module._ddp_params_and_buffers_to_ignore = list(params_and_buffers_to_ignore)

@@ -44,7 +44,7 @@ class ModelState:
                 )
             raise
 
-    def _sync_buffers(self, after):
+    def _sync_buffers(self, after=False):
         """Before the module's forward (or after it, for a hook registered so): make buffers equal."""
         hook = self._buffer_hook
         if after != (hook is not None and hook.after):
@@ -141,6 +141,7 @@ class ModelState:
             "_params",
             "_low",
             "_kept_buffers",
+            "_stepping",
         )
         state = {key: value for key, value in self.__dict__.items() if key not in gone}
         state["_hook"] = state["_buffer_hook"] = None
