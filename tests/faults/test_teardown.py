@@ -229,7 +229,10 @@ def test_a_failed_isend_that_nobody_waited_for_is_told(tmp_path, raises):
         cdist.barrier()
         if cdist.get_rank() == 0:
             failed = cdist.isend(numpy.ones(1_000_000), 1, tag=3)
-            other = cdist.irecv(numpy.ones(1), 1) if {raises} else cdist.isend(numpy.ones(1_000_000), 1, tag=4)
+            if {raises}:
+                other = cdist.irecv(numpy.ones(1), 1)
+            else:
+                other = cdist.isend(numpy.ones(1_000_000), 1, tag=4)
             try:
                 while not other.is_completed():
                     pass
