@@ -192,8 +192,8 @@ class Synchronizer:
         if self.uses is not None:
             raise RuntimeError(
                 "static_graph=True: your training graph has changed in this iteration: parameter at index "
-                f"{index} with name {self.gradients[index].name} got its gradient more often than in the first "
-                "iteration, in which it may have been unused. Use find_unused_parameters=True instead."
+                f"{index} with name {self.gradients[index].name} got its gradient more often than in the "
+                "first iteration, in which it may have been unused. Use find_unused_parameters=True instead."
             )
         raise RuntimeError(
             f"Expected to mark a variable ready only once. Parameter at index {index} with name "
