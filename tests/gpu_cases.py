@@ -127,6 +127,25 @@ def ring(xp, rank, world):
     equal("ring", xp.get(y), np.full(50_000, (rank - 1) % world, "int32"))
 
 
+def messages(xp, rank, world):
+    x, y = xp.put(np.full(50_000, rank, "int32")), xp.put(np.zeros(50_000, "int32"))
+    with pytest.raises(TypeError, match="named rank"):  # that is NCCL's need, not the CPU's
+        cdist.recv(y)
+    if rank == 0:
+        for peer in range(1, world):
+            cdist.send(x, peer)
+            cdist.recv(y, peer)
+            equal("echo", xp.get(y), np.full(50_000, peer, "int32"))
+    else:
+        assert cdist.recv(y, 0) == 0
+        equal("recv", xp.get(y), np.zeros(50_000, "int32"))
+        cdist.isend(x, 0).wait()
+        xp.get(x)
+    total = np.ones(3)
+    cdist.all_reduce(total)  # in host memory: messages of some ranks leave the order of all as it was
+    equal("after messages", total, np.full(3, float(world)))
+
+
 def coalesced(xp, rank, world):
     arrays = [xp.put(np.full(100 * (i + 1), rank + i, "float32")) for i in range(4)]
     sums = [np.full(100 * (i + 1), sum(r + i for r in range(world)), "float32") for i in range(4)]
@@ -193,4 +212,4 @@ def refusals(xp, rank, world):
     equal("after refusals", xp.get(y), np.full(4, world, "float32"))
 
 
-ALL = [reductions, moves, scattered, strided, asynchronous, ring, coalesced, subgroups, refusals]
+ALL = [reductions, moves, scattered, strided, asynchronous, ring, messages, coalesced, subgroups, refusals]

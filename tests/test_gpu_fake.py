@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import threading
 import time
 import weakref
 
@@ -201,15 +202,38 @@ def test_a_coalesced_operation_is_missed_at_its_deadline(fakes):
     assert "all_reduce" in text
 
 
-def test_ctrl_c_ends_the_wait_to_connect(fakes):
-    def call(xp, x):
-        signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(KeyboardInterrupt):  # and not what rank 1's end would raise
-            cdist.broadcast(x, 0, timeout=20)
-        return "interrupted"
+def press_ctrl_c_soon():
+    signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
 
-    assert beside_a_late_rank(fakes, call) == "interrupted"
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_ctrl_c_ends_the_wait_to_connect(fakes, async_op):
+    def call(xp, x):
+        press_ctrl_c_soon()
+        with pytest.raises(KeyboardInterrupt):  # and not what rank 1's end would raise
+            cdist.broadcast(x, 0, timeout=20, async_op=async_op)
+        return outcome(lambda: cdist.broadcast(x, 0))
+
+    kind, text = beside_a_late_rank(fakes, call)
+    assert kind is cdist.AbortedError
+    assert "rank 0 was interrupted in broadcast" in text
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_ctrl_c_in_the_making_of_a_communicator_ends_the_group_on_all_ranks(fakes, async_op):
+    def body(rank, world):
+        x = fake_gpu.Module(rank).put(np.ones(3))
+        if rank == 0:
+            press_ctrl_c_soon()
+            with pytest.raises(KeyboardInterrupt):
+                cdist.all_reduce(x, async_op=async_op)
+        return [outcome(lambda: cdist.all_reduce(x)), outcome(lambda: cdist.all_reduce(np.ones(3)))]
+
+    for outcomes in run(body, 2, environ={**fakes, "FAKE_NCCL_INIT_MS": "30000"}, check_leftovers=False):
+        for kind, text in outcomes:
+            assert kind is cdist.AbortedError
+            assert "rank 0 was interrupted while the group's GPUs were connected" in text
 
 
 @pytest.mark.parametrize(
@@ -224,6 +248,61 @@ def test_supports_is_what_the_backend_takes(dtype):
     assert told("PRODUCT") is not (lacks or dtype == "complex64")
     assert told("BAND") is (dtype == "bool")
     assert told("BXOR") is False
+
+
+def test_destroying_a_group_lets_the_work_on_the_gpu_end(fakes):
+    """Its result is there on the rank that goes first, and the other is not left alone."""
+
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = xp.put(np.full(3, rank + 1.0))
+        cdist.all_reduce(x)
+        if rank == 1:
+            xp.get(x)
+            time.sleep(0.5)
+        cdist.all_reduce(x)
+        cdist.destroy_process_group()
+        return xp.get(x).tolist()
+
+    assert run(body, 2, environ=fakes, check_leftovers=False) == [[6.0] * 3] * 2
+
+
+def test_registered_memory_within_a_coalesced_group(fakes):
+    """The lock is its owner's, who allocates and, when an array is dropped, gives back."""
+
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x, dropped = xp.put(np.ones(3)), cdist.empty(4, device="cuda")
+        with cdist._coalescing_manager(device="cuda"):
+            cdist.all_reduce(dropped)
+            del dropped
+            made = cdist.empty(4, device="cuda")
+            cdist.all_reduce(x)
+        value = float(xp.get(x)[0])
+        del made
+        return value
+
+    assert run(body, 2, environ=fakes, check_leftovers=False) == [2.0, 2.0]
+
+
+def test_registered_memory_while_another_thread_waits_to_connect(fakes):
+    """Whoever allocates waits for it without the interpreter lock, which the waiting one wants."""
+
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = xp.put(np.ones(3))
+        cdist.all_reduce(x)
+        if rank == 0:
+            allocating = threading.Timer(0.3, lambda: cdist.empty(4, device="cuda"))
+            allocating.start()
+        else:
+            time.sleep(1)
+        cdist.broadcast(x, 0)
+        if rank == 0:
+            allocating.join()
+        return float(xp.get(x)[0])
+
+    assert run(body, 2, environ=fakes, check_leftovers=False) == [2.0, 2.0]
 
 
 def test_registered_memory(fakes):

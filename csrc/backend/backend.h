@@ -50,8 +50,10 @@ typedef struct {
     cd_status (*event_join_stream)(cd_event *, void *stream);
     void (*event_free)(cd_event *);
     /* Coalescing: operations between begin and end are one launch (NCCL group). NULL: no such thing. */
-    cd_status (*group_begin)(cd_backend *);
+    cd_status (*group_begin)(cd_backend *, const cd_patience *);
     cd_status (*group_end)(cd_backend *, const cd_patience *);
+    /* Whether something that was enqueued has not ended. Any thread. NULL: run() returns when all has. */
+    bool (*is_busy)(cd_backend *);
     /* Ends running and queued work with the group's cause; any thread; does not block. */
     void (*abort)(cd_backend *);
     /* After the last run returned. Bounded (an aborted backend never waits for peers). Takes NULL. */

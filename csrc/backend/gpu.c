@@ -16,11 +16,6 @@ static bool owns_group(const cd_gpu_backend *b)
     return b->grouping && pthread_equal(b->group_owner, pthread_self());
 }
 
-/* Lock and context around each entry point. */
-typedef struct {
-    bool locked, pushed;
-} visit;
-
 /* The caller may hold what the present owner needs to go on (Python's interpreter lock): patience gives it up. */
 static cd_status lock_patiently(cd_gpu_backend *b, const cd_patience *patience)
 {
@@ -39,7 +34,7 @@ static void leave(cd_gpu_backend *b)
     pthread_mutex_unlock(&b->lock);
 }
 
-static cd_status visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience, visit *v)
+cd_status cd_gpu_visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience, cd_gpu_visit *v)
 {
     v->locked = !owns_group(b);
     if (v->locked) {
@@ -52,7 +47,7 @@ static cd_status visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience 
     return status;
 }
 
-static void visit_end(cd_gpu_backend *b, const visit *v, cd_status status)
+void cd_gpu_visit_end(cd_gpu_backend *b, const cd_gpu_visit *v, cd_status status)
 {
     if (cd_unlikely(cd_status_is_sticky(status) || status == CD_INTERRUPTED))
         atomic_store(&b->broken, true);
@@ -100,13 +95,13 @@ static cd_status gpu_run(cd_backend *backend, const cd_op *op, const cd_patience
 {
     cd_gpu_backend *b = of(backend);
     cd_event *barrier = 0;
-    visit v;
-    CD_TRY(visit_begin(b, op->kind, patience, &v));
+    cd_gpu_visit v;
+    CD_TRY(cd_gpu_visit_begin(b, op->kind, patience, &v));
     cd_status status = cd_gpu_launch(b, op, op->stream, patience);
     if (cd_likely(status == CD_OK))
         status = b->grouping ? note_grouped(b, op, patience)
                              : note_running(b, op, patience, op->kind == CD_BARRIER ? &barrier : 0);
-    visit_end(b, &v, status);
+    cd_gpu_visit_end(b, &v, status);
     /* The one operation without data that a stream could order: the host itself waits. */
     if (barrier && !barrier->captured)
         status = cd_gpu_event_wait_host(barrier, patience);
@@ -135,12 +130,12 @@ static cd_status gpu_start(cd_backend *backend, const cd_op *op, const cd_patien
 {
     cd_gpu_backend *b = of(backend);
     cd_event *event = 0;
-    visit v;
-    CD_TRY(visit_begin(b, op->kind, patience, &v));
+    cd_gpu_visit v;
+    CD_TRY(cd_gpu_visit_begin(b, op->kind, patience, &v));
     cd_status status = cd_gpu_event_take(b, op, patience, &event);
     if (status == CD_OK)
         status = start_in_own_stream(b, op, patience, event);
-    visit_end(b, &v, status);
+    cd_gpu_visit_end(b, &v, status);
     if (cd_unlikely(status != CD_OK)) {
         if (event)
             cd_gpu_event_unref(event);
@@ -151,12 +146,12 @@ static cd_status gpu_start(cd_backend *backend, const cd_op *op, const cd_patien
     return CD_OK;
 }
 
-static cd_status gpu_group_begin(cd_backend *backend)
+static cd_status gpu_group_begin(cd_backend *backend, const cd_patience *patience)
 {
     cd_gpu_backend *b = of(backend);
     if (owns_group(b))
         return cd_fail(CD_BAD_ARGUMENT, "a coalesced group is already open in this thread");
-    pthread_mutex_lock(&b->lock);
+    CD_TRY(lock_patiently(b, patience));
     /* Inside until the group ends, since NCCL remembers the communicator until then: an abort meanwhile frees nothing. */
     cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
     if (!atomic_load(&b->comm) || b->nccl.group_start() != CD_NCCL_SUCCESS) {
@@ -202,8 +197,16 @@ static cd_status gpu_group_end(cd_backend *backend, const cd_patience *patience)
         status = comm ? cd_gpu_settle(b, comm, result, "coalesced operations", patience) : cd_gpu_cause(b);
     cd_status after = cd_gpu_finish_deferred(b, status == CD_OK);
     status = record_grouped(b, status == CD_OK ? after : status);
-    visit_end(b, &(visit){.locked = true, .pushed = pushed}, status);
+    cd_gpu_visit_end(b, &(cd_gpu_visit){.locked = true, .pushed = pushed}, status);
     return status;
+}
+
+static bool gpu_is_busy(cd_backend *backend)
+{
+    cd_event *running = cd_gpu_events_reap(of(backend));
+    if (running)
+        cd_gpu_event_unref(running);
+    return running != 0;
 }
 
 static void gpu_abort(cd_backend *backend)
@@ -270,6 +273,7 @@ static const cd_backend_ops gpu_ops = {
     .event_free = cd_gpu_event_free,
     .group_begin = gpu_group_begin,
     .group_end = gpu_group_end,
+    .is_busy = gpu_is_busy,
     .abort = gpu_abort,
     .free = gpu_free,
 };

@@ -9,9 +9,11 @@
 cd_status cd_gpu_supports(cd_kind kind, cd_redop redop, cd_dtype dtype);
 
 /* Device memory from NCCL's own allocator (ncclMemAlloc), registered with the group's communicator, so that collectives on it
- * need no staging; plain device memory where NCCL is older than 2.19. Local. Errors: CD_NO_MEMORY, CD_GPU, the group's cause. */
-cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, void **out);
-/* Gives it back; the caller has made sure that no queued work uses it. Also after an abort. Takes NULL. */
+ * need no staging; plain device memory where NCCL is older than 2.19. Local. Waits with patience while another thread is inside.
+ * Errors: CD_NO_MEMORY, CD_GPU, CD_BAD_ARGUMENT (another thread has a coalesced group open), patience's. */
+cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
+/* Gives it back, now or, while somebody is inside NCCL or a coalesced group is open, with the next allocation or release; the
+ * caller has made sure that no queued work uses it. Any thread, without waiting for others. Also after an abort. Takes NULL. */
 void cd_gpu_release(cd_backend *backend, void *memory);
 
 typedef struct {

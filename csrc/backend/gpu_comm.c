@@ -100,10 +100,7 @@ static bool is_idle(const cd_gpu_backend *b, cd_gpu_backend *parent)
     if (!parent || !atomic_load(&parent->comm) || atomic_load(&parent->broken) || atomic_load(&parent->grouping) ||
         atomic_load(&parent->team->cause->state) != CD_CAUSE_NONE || parent->gpu.index != b->gpu.index)
         return false;
-    cd_event *running = cd_gpu_events_reap(parent);
-    if (running)
-        cd_gpu_event_unref(running);
-    return !running;
+    return !parent->base.ops->is_busy(&parent->base);
 }
 
 static void fill_card(cd_gpu_backend *b, cd_gpu_backend *parent, cd_status prepared, card *mine)

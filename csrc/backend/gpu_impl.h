@@ -60,6 +60,13 @@ typedef struct {
     bool nccl;    /* from ncclMemAlloc */
 } cd_gpu_block;
 
+/* Memory that was released while `lock` was taken. */
+typedef struct cd_gpu_dropped cd_gpu_dropped;
+struct cd_gpu_dropped {
+    cd_gpu_dropped *next;
+    void *memory;
+};
+
 struct cd_gpu_backend {
     cd_backend base;
     cd_team *team;
@@ -104,6 +111,7 @@ struct cd_gpu_backend {
 
     cd_gpu_block *blocks; /* under lock */
     size_t block_count, block_room;
+    _Atomic(cd_gpu_dropped *) dropped;
 };
 
 /* gpu_comm.c */
@@ -175,6 +183,12 @@ void cd_gpu_blocks_close(cd_gpu_backend *b);
 
 /* gpu.c */
 void cd_gpu_backend_unref(cd_gpu_backend *b);
+/* Lock and context around each entry point; the owner of a coalesced group, which holds the lock, comes in again. */
+typedef struct {
+    bool locked, pushed;
+} cd_gpu_visit;
+cd_status cd_gpu_visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience, cd_gpu_visit *out);
+void cd_gpu_visit_end(cd_gpu_backend *b, const cd_gpu_visit *visit, cd_status status);
 
 /* True while the stream's work becomes a CUDA graph. The legacy default stream (0 and 1) cannot be captured. */
 static inline bool cd_gpu_is_captured(const cd_gpu_backend *b, cd_cu_stream stream)

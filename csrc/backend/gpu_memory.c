@@ -47,22 +47,37 @@ static cd_status remember(cd_gpu_backend *b, const cd_gpu_block *block)
     return CD_OK;
 }
 
-cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, void **out)
+/* Gives back what was released. Under lock, context current; not while a coalesced group is open, whose operations are yet to be
+ * launched. */
+static void sweep(cd_gpu_backend *b)
+{
+    /* Acquire: pairs with the release in cd_gpu_release. */
+    cd_gpu_dropped *next, *dropped = atomic_exchange_explicit(&b->dropped, 0, memory_order_acquire);
+    for (; dropped; dropped = next) {
+        size_t i = 0;
+        while (i < b->block_count && b->blocks[i].memory != dropped->memory)
+            i++;
+        if (i < b->block_count) {
+            give_back(b, &b->blocks[i]);
+            b->blocks[i] = b->blocks[--b->block_count];
+        }
+        next = dropped->next;
+        free(dropped);
+    }
+}
+
+cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out)
 {
     cd_gpu_backend *b = (cd_gpu_backend *)backend;
     cd_gpu_block block;
-    bool pushed;
-    pthread_mutex_lock(&b->lock);
-    cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
-    cd_status status = cd_gpu_enter(&b->gpu, &pushed);
-    if (status == CD_OK) {
-        status = take(b, bytes ? bytes : 1, &block);
-        if (status == CD_OK && (status = remember(b, &block)) != CD_OK)
-            give_back(b, &block);
-        cd_gpu_leave(&b->gpu, pushed);
-    }
-    cd_gpu_come_out(b);
-    pthread_mutex_unlock(&b->lock);
+    cd_gpu_visit visit;
+    CD_TRY(cd_gpu_visit_begin(b, CD_BARRIER, patience, &visit));
+    if (!b->grouping)
+        sweep(b);
+    cd_status status = take(b, bytes ? bytes : 1, &block);
+    if (status == CD_OK && (status = remember(b, &block)) != CD_OK)
+        give_back(b, &block);
+    cd_gpu_visit_end(b, &visit, status);
     if (status == CD_OK)
         *out = block.memory;
     return status;
@@ -71,17 +86,23 @@ cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, void **out)
 void cd_gpu_release(cd_backend *backend, void *memory)
 {
     cd_gpu_backend *b = (cd_gpu_backend *)backend;
+    cd_gpu_dropped *dropped = memory ? malloc(sizeof *dropped) : 0;
     bool pushed;
-    if (!memory)
+    if (!dropped) /* kept until the backend is freed */
         return;
-    pthread_mutex_lock(&b->lock);
+    dropped->memory = memory;
+    dropped->next = atomic_load_explicit(&b->dropped, memory_order_relaxed);
+    /* Release: who takes the list sees the entry. */
+    while (!atomic_compare_exchange_weak_explicit(&b->dropped, &dropped->next, dropped, memory_order_release,
+                                                  memory_order_relaxed)) {
+    }
+    /* Never waits: the finaliser of an array may run in the very thread that holds the lock (in a coalesced group; in a signal's
+     * handler). Then the next allocation or release sweeps. */
+    if (pthread_mutex_trylock(&b->lock) != 0)
+        return;
     cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
-    size_t i = 0;
-    while (i < b->block_count && b->blocks[i].memory != memory)
-        i++;
-    if (i < b->block_count && cd_gpu_enter(&b->gpu, &pushed) == CD_OK) {
-        give_back(b, &b->blocks[i]);
-        b->blocks[i] = b->blocks[--b->block_count];
+    if (cd_gpu_enter(&b->gpu, &pushed) == CD_OK) {
+        sweep(b);
         cd_gpu_leave(&b->gpu, pushed);
     }
     cd_gpu_come_out(b);
@@ -90,6 +111,7 @@ void cd_gpu_release(cd_backend *backend, void *memory)
 
 void cd_gpu_blocks_close(cd_gpu_backend *b)
 {
+    sweep(b);
     for (size_t i = 0; i < b->block_count; i++)
         give_back(b, &b->blocks[i]);
     free(b->blocks);

@@ -15,10 +15,17 @@ static cd_status find_functions(cd_driver *driver)
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         void *address = cd_library_find(&driver->library, rows[i].symbol);
         if (!address)
-            return cd_fail(CD_UNSUPPORTED, "the CUDA driver has no %s: CUDA 11.4 or later is needed", rows[i].symbol);
+            return cd_fail(CD_UNSUPPORTED, "the CUDA driver (%s) has no %s: CUDA 11.4 or later is needed (CDIST_CUDA_LIB can "
+                                           "name another)", cd_library_path(&driver->library), rows[i].symbol);
         memcpy((char *)driver + rows[i].offset, &address, sizeof address);
     }
     return CD_OK;
+}
+
+static const char *words_of(const cd_driver *driver, cd_cu_result result)
+{
+    const char *text = 0;
+    return driver->get_error_string(result, &text) == CD_CU_SUCCESS && text ? text : "unknown error";
 }
 
 cd_status cd_driver_open(cd_driver *driver)
@@ -32,7 +39,8 @@ cd_status cd_driver_open(cd_driver *driver)
         if (result == CD_CU_NO_DEVICE)
             status = cd_fail(CD_UNSUPPORTED, "the CUDA driver sees no GPU (CUDA_VISIBLE_DEVICES hides them, or there is none)");
         else if (result != CD_CU_SUCCESS)
-            status = cd_fail(CD_UNSUPPORTED, "the CUDA driver does not start: cuInit answers %d", result);
+            status = cd_fail(CD_UNSUPPORTED, "the CUDA driver (%s) does not start: cuInit: %s (CUDA error %d)",
+                             cd_library_path(&driver->library), words_of(driver, result), result);
     }
     if (status != CD_OK)
         cd_driver_close(driver);
@@ -48,10 +56,8 @@ cd_status cd_driver_check(const cd_driver *driver, cd_cu_result result, const ch
 {
     if (cd_likely(result == CD_CU_SUCCESS))
         return CD_OK;
-    const char *text = 0;
-    if (driver->get_error_string(result, &text) != CD_CU_SUCCESS || !text)
-        text = "unknown error";
-    return cd_fail(result == CD_CU_OUT_OF_MEMORY ? CD_NO_MEMORY : CD_GPU, "%s: %s (CUDA error %d)", what, text, result);
+    return cd_fail(result == CD_CU_OUT_OF_MEMORY ? CD_NO_MEMORY : CD_GPU, "%s: %s (CUDA error %d)", what,
+                   words_of(driver, result), result);
 }
 
 static cd_status choose(cd_gpu *gpu, int index, int fallback)

@@ -58,7 +58,8 @@ void cd_kernels_open(cd_kernels *kernels, const cd_gpu *gpu)
         return;
     char *binary = 0;
     if (!cd_kernels_source || cd_nvrtc_compile(cd_kernels_source, gpu->major, gpu->minor, &binary) != CD_OK) {
-        cd_log_about("gpu", "no kernels: strided arrays are copied by the driver");
+        cd_log_about("gpu", "no kernels, strided arrays are copied by the driver: %s",
+                     cd_kernels_source ? cd_last_error()->text : "the build has none");
         return;
     }
     load(kernels, binary, "nvrtc");

@@ -23,8 +23,11 @@ static bool try_open(cd_library *library, const char *path)
     if (library->handle)
         return true;
     const char *why = dlerror();
+    size_t length = strlen(path);
     if (!why || strstr(why, "No such file"))
         why = "not there";
+    else if (strncmp(why, path, length) == 0 && strncmp(why + length, ": ", 2) == 0)
+        why += length + 2; /* "path: invalid ELF header" */
     remember(library, path, why);
     return false;
 }
@@ -109,6 +112,12 @@ cd_status cd_library_open(cd_library *library, const cd_library_wish *wish)
 void *cd_library_find(const cd_library *library, const char *symbol)
 {
     return dlsym(library->handle, symbol);
+}
+
+const char *cd_library_path(const cd_library *library)
+{
+    struct link_map *map = 0;
+    return dlinfo(library->handle, RTLD_DI_LINKMAP, &map) == 0 && map && map->l_name[0] ? map->l_name : "a loaded library";
 }
 
 void cd_library_close(cd_library *library)

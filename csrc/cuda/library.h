@@ -24,6 +24,8 @@ typedef struct {
 cd_status cd_library_open(cd_library *library, const cd_library_wish *wish);
 /* Address of a symbol, NULL if absent. */
 void *cd_library_find(const cd_library *library, const char *symbol);
+/* The file that was opened, for texts; valid until close. */
+const char *cd_library_path(const cd_library *library);
 /* Takes one that was never opened. */
 void cd_library_close(cd_library *library);
 

@@ -158,12 +158,6 @@ static cd_status share_memory(cd_group *g, const cd_patience *patience)
     return use_memory(g, g->segment.base);
 }
 
-static cd_status exchange(void *ctx, const void *mine, void *all, size_t bytes, const cd_patience *patience)
-{
-    cd_patience own = *patience;
-    return cd_group_gather_bytes(ctx, mine, bytes, all, &own);
-}
-
 static cd_status open_cpu(cd_group *g)
 {
     cd_world *w = g->world;
@@ -174,7 +168,7 @@ static cd_status open_cpu(cd_group *g)
     g->context = g->key[0] & ~UINT64_C(1);
     g->team = (cd_team){.rank = g->rank, .world = g->size, .world_ranks = g->world_ranks, .shm = g->shm, .mesh = w->mesh,
                         .context = g->context, .cause = g->cause, .gone = g->gone};
-    cd_backend_env env = {.team = &g->team, .exchange = exchange, .exchange_ctx = g, .device_index = -1};
+    cd_backend_env env = {.team = &g->team, .exchange = cd_group_exchange, .exchange_ctx = g, .device_index = -1};
     return g->size == 1 ? cd_backend_open_self(&env, &g->cpu) : cd_backend_open_cpu(&env, &g->cpu);
 }
 
@@ -357,7 +351,7 @@ void cd_group_drain(cd_group *g, const cd_patience *patience)
     cd_waiter waiter = cd_waiter_start(&own);
     cd_error before = *cd_last_error();
     /* Acquire: pairs with the release after an operation's end. */
-    while (atomic_load_explicit(&g->pending, memory_order_acquire) || (mesh && cd_mesh_owes(mesh)))
+    while (atomic_load_explicit(&g->pending, memory_order_acquire) || (mesh && cd_mesh_owes(mesh)) || cd_group_is_gpu_busy(g))
         if (cd_waiter_turn(&waiter) != CD_OK)
             break;
     cd_fail_with(&before);
@@ -371,8 +365,7 @@ void cd_group_close(cd_group *g)
         /* Release: what this rank posted before is visible to who sees that it left. Only ranks that still wait for it fail. */
         atomic_store_explicit(&g->gone[g->rank], 1, memory_order_release);
         cd_queue_stop(g);
-        if (g->gpu)
-            g->gpu->ops->abort(g->gpu);
+        cd_group_abort_gpu(g);
         cd_p2p_close(g);
         if (g->world->mesh) {
             cd_mesh_forget(g->world->mesh, g->context);
@@ -418,8 +411,9 @@ void cd_group_release(cd_group *g)
         return;
     if (g->cpu)
         g->cpu->ops->free(g->cpu);
-    if (g->gpu)
-        g->gpu->ops->free(g->gpu);
+    cd_backend *gpu = cd_group_gpu(g);
+    if (gpu)
+        gpu->ops->free(gpu);
     if (!g->shm)
         free(g->gone);
     cd_shm_team_free(g->shm);
@@ -444,8 +438,7 @@ void cd_group_abort(cd_group *g, const cd_error *error)
         abort_expected(g->world, error);
         pthread_mutex_unlock(&g->world->groups_lock);
     }
-    if (g->gpu)
-        g->gpu->ops->abort(g->gpu);
+    cd_group_abort_gpu(g);
     if (g->spans_hosts) {
         cd_notice notice = {.context = g->context, .rank = error->rank < 0 ? g->world->rank : error->rank,
                             .code = (int32_t)error->code};
@@ -463,8 +456,7 @@ void cd_groups_peer_gone(cd_world *w, int rank, const cd_error *lost)
             continue;
         if (lost) {
             cd_cause_publish(g->cause, lost);
-            if (g->gpu)
-                g->gpu->ops->abort(g->gpu);
+            cd_group_abort_gpu(g);
         }
         atomic_store_explicit(&g->gone[index], 1, memory_order_release);
     }
@@ -480,8 +472,7 @@ bool cd_groups_abort_context(cd_world *w, uint64_t context, const cd_error *erro
             news = cd_cause_publish(g->cause, error);
             if (g == w->group)
                 abort_expected(w, error);
-            if (g->gpu)
-                g->gpu->ops->abort(g->gpu);
+            cd_group_abort_gpu(g);
         }
     pthread_mutex_unlock(&w->groups_lock);
     return news;
@@ -551,36 +542,4 @@ uint64_t cd_group_context(const cd_group *g)
 uint64_t cd_group_sequence(const cd_group *g)
 {
     return g->sequence;
-}
-
-cd_backend *cd_group_backend(cd_group *g, cd_device device)
-{
-    return device == CD_CPU ? g->cpu : g->gpu;
-}
-
-/* The GPU side of the group of all, whose ranks are the world's; NULL: this rank has none, or it is being opened. */
-static cd_backend *gpu_of_all(cd_group *g)
-{
-    cd_group *all = g->world->group;
-    if (!all || all == g || pthread_mutex_trylock(&all->device_lock) != 0)
-        return 0;
-    cd_backend *gpu = all->gpu;
-    pthread_mutex_unlock(&all->device_lock);
-    return gpu;
-}
-
-cd_status cd_group_open_device(cd_group *g, cd_device device, int device_index, bool eager, const cd_patience *patience)
-{
-    if (device == CD_CPU)
-        return CD_OK;
-    pthread_mutex_lock(&g->device_lock);
-    cd_status status = CD_OK;
-    if (!g->gpu) {
-        cd_backend_env env = {.team = &g->team, .exchange = exchange, .exchange_ctx = g, .parent = gpu_of_all(g),
-                              .parent_ranks = g->world_ranks, .device_index = device_index, .eager = eager,
-                              .patience = patience};
-        status = cd_backend_open_gpu(&env, &g->gpu);
-    }
-    pthread_mutex_unlock(&g->device_lock);
-    return status;
 }

@@ -49,8 +49,8 @@ cd_status cd_group_create(cd_world *world, const int *ranks, int count, uint64_t
                           cd_group **out);
 /* Local and bounded: later calls fail, running ones end with CD_ABORTED. Any thread. */
 void cd_group_close(cd_group *group);
-/* Before close: lets queued operations end and what was sent go out, until patience ends or the group fails; returns at once
- * when nothing is under way. Receives are not waited for. Any thread but the group's worker. */
+/* Before close: lets queued operations and those on the GPU end and what was sent go out, until patience ends or the group
+ * fails; returns at once when nothing is under way. Receives are not waited for. Any thread but the group's worker. */
 void cd_group_drain(cd_group *group, const cd_patience *patience);
 cd_group *cd_group_retain(cd_group *group);
 void cd_group_release(cd_group *group);
@@ -71,7 +71,9 @@ cd_world *cd_group_world(cd_group *group);
 /* How data moves: "shm", "tcp" or "self", for logs and tests. */
 const char *cd_group_transport(const cd_group *group);
 
-/* Attaches the backend for another device type (GPU) at first use or eagerly; collective. */
+/* Attaches the backend for another device type (GPU) at first use or eagerly; collective. What one rank finds wrong before NCCL
+ * is called (CD_UNSUPPORTED, CD_BAD_ARGUMENT) all ranks are told, and the group is as before; a failure in the group range or
+ * an interruption becomes the group's cause. */
 cd_status cd_group_open_device(cd_group *group, cd_device device, int device_index, bool eager, const cd_patience *patience);
 cd_backend *cd_group_backend(cd_group *group, cd_device device); /* NULL if not opened */
 
@@ -85,6 +87,10 @@ cd_status cd_group_run(cd_group *group, cd_op *op, cd_patience *patience);
 cd_status cd_group_gather_bytes(cd_group *group, const void *mine, size_t bytes, void *all, cd_patience *patience);
 /* Queues op and returns; op is copied, with the lists of its blocks. `timeout_ns` counts from the start of the operation. */
 cd_status cd_group_issue(cd_group *group, const cd_op *op, uint64_t timeout_ns, cd_work **out);
+/* As cd_group_issue for an operation on a GPU, which may wait for other ranks before it returns: patience->idle is called
+ * meanwhile. CD_INTERRUPTED from it aborts the group, as in cd_group_run. */
+cd_status cd_group_issue_patiently(cd_group *group, const cd_op *op, uint64_t timeout_ns, const cd_patience *patience,
+                                   cd_work **out);
 /* True when cd_group_run is expected to take a few µs once all have called: the caller may keep the GIL until the first idle. */
 bool cd_group_is_quick(cd_group *group, const cd_op *op);
 /* Makes `error` the group's cause on every rank; running and later operations fail with it. Any thread; does not block. */

@@ -11,7 +11,8 @@ struct cd_group {
     _Atomic uint32_t busy;    /* 1 while somebody runs an operation: the right to use `cpu` and `sequence` */
     _Atomic uint32_t pending; /* queued, not yet completed: an operation may run in its caller's thread only at 0 */
     uint64_t sequence;
-    cd_backend *cpu, *gpu;
+    cd_backend *cpu;
+    _Atomic(cd_backend *) gpu; /* stored once, under device_lock */
     cd_cause *cause; /* in shared memory when all ranks share a host, else own_cause */
     const _Atomic uint32_t *alive;
     cd_record_page *page;
@@ -45,6 +46,19 @@ struct cd_group {
     pthread_mutex_t orphans_lock; /* works that nobody holds any more but that still move, or run on the GPU */
     cd_work *orphans;
 };
+
+/* Acquire: pairs with the release in cd_group_open_device; the monitor asks while a caller opens. */
+static inline cd_backend *cd_group_gpu(const cd_group *g)
+{
+    return atomic_load_explicit(&g->gpu, memory_order_acquire);
+}
+
+/* device.c */
+/* Ends what runs on the group's GPU, if it has one. Any thread. */
+void cd_group_abort_gpu(cd_group *group);
+bool cd_group_is_gpu_busy(cd_group *group);
+/* A cd_exchange_func; ctx is the group. */
+cd_status cd_group_exchange(void *ctx, const void *mine, void *all, size_t bytes, const cd_patience *patience);
 
 /* group.c */
 size_t cd_group_memory_bytes(int ranks);

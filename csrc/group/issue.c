@@ -77,13 +77,13 @@ cd_status cd_group_first_cause(cd_group *g, cd_status status)
     return status;
 }
 
-/* "all_reduce (sequence 7)"; an operation that was cut off in the queue has no number yet. */
+/* "all_reduce (sequence 7)", "send"; an operation that was cut off in the queue has no number yet. */
 static const char *place_of(const cd_op *op, char *out, size_t bytes)
 {
     if (op->sequence)
         snprintf(out, bytes, "%s (sequence %llu)", cd_kind_name(op->kind), (unsigned long long)op->sequence);
     else
-        snprintf(out, bytes, "%s (queued)", cd_kind_name(op->kind));
+        snprintf(out, bytes, "%s%s", cd_kind_name(op->kind), op->kind >= CD_SEND ? "" : " (queued)");
     return out;
 }
 
@@ -126,9 +126,10 @@ cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
 static cd_status run_on_backend(cd_group *g, const cd_op *op, const cd_patience *patience)
 {
     if (cd_unlikely(op->device == CD_CUDA)) {
-        if (!g->gpu)
+        cd_backend *gpu = cd_group_gpu(g);
+        if (!gpu)
             return cd_fail(CD_UNSUPPORTED, "%s: this group has no GPU backend", cd_kind_name(op->kind));
-        return g->gpu->ops->run(g->gpu, op, patience);
+        return gpu->ops->run(gpu, op, patience);
     }
     return g->cpu->ops->run(g->cpu, op, patience);
 }
@@ -154,9 +155,20 @@ static void retire_outputs(cd_group *g, const cd_op *op)
         cd_arena_retire(arena, op->out.list[i].data);
 }
 
+static bool is_message(const cd_op *op)
+{
+    return op->kind == CD_SEND || op->kind == CD_RECV;
+}
+
+/* Collectives have numbers, which all ranks give alike; messages, of which the other ranks know nothing, have none. */
+static void count(cd_group *g, cd_op *op)
+{
+    op->sequence = is_message(op) ? 0 : ++g->sequence;
+}
+
 cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience, cd_record *record, uint64_t ticket)
 {
-    op->sequence = ++g->sequence;
+    count(g, op);
     if (record) {
         cd_record_start(record, ticket, op->sequence);
     } else {
@@ -164,7 +176,7 @@ cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience, cd_rec
         ticket = atomic_load_explicit(&record->ticket, memory_order_relaxed);
     }
     cd_watch watch;
-    cd_watch_begin(&watch, g, op, -1, patience);
+    cd_watch_begin(&watch, g, op, is_message(op) && op->peer >= 0 ? g->world_ranks[op->peer] : -1, patience);
     patience->cause = g->template.cause;
     patience->gone = g->template.gone;
     patience->world_ranks = g->template.world_ranks;
@@ -172,7 +184,8 @@ cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience, cd_rec
     patience->yields = g->template.yields;
     cd_status status = run_on_backend(g, op, patience);
     if (cd_unlikely(status != CD_OK)) {
-        if (status == CD_TIMED_OUT && atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE)
+        if (status == CD_TIMED_OUT && !is_message(op) &&
+            atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE)
             add_missing(&watch);
         status = cd_group_settle(g, op, status);
         if (status == CD_INTERRUPTED || cd_status_is_sticky(status))
@@ -192,7 +205,8 @@ static inline bool try_claim(cd_group *g)
 
 /* ---- behind the queue ---- */
 
-static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_deadline latest, cd_work **out);
+static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_deadline latest, const cd_patience *look,
+                       cd_work **out);
 
 static bool has_begun(const cd_work *work)
 {
@@ -238,7 +252,7 @@ static cd_status give_up(cd_group *g, const cd_op *op, cd_work *work, const cd_p
 static cd_status run_behind_queue(cd_group *g, const cd_op *op, const cd_patience *patience)
 {
     cd_work *work;
-    CD_TRY(issue(g, op, cd_deadline_left_ns(patience->deadline), patience->deadline, &work));
+    CD_TRY(issue(g, op, cd_deadline_left_ns(patience->deadline), patience->deadline, patience, &work));
     cd_status status = cd_work_wait(work, patience);
     if (status == CD_WAIT_EXPIRED && has_begun(work)) {
         /* Its own deadline, which is the same, ends it with an error that says more. */
@@ -261,7 +275,7 @@ cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
 {
     if (!is_usable(g))
         CD_TRY(cd_group_refuse(g));
-    if (op->kind == CD_SEND || op->kind == CD_RECV)
+    if (is_message(op) && op->device == CD_CPU)
         return cd_p2p_run(g, op, patience);
     if (cd_likely(try_claim(g))) {
         cd_status status = cd_group_execute(g, op, patience, NULL, 0);
@@ -372,19 +386,24 @@ void cd_queue_stop(cd_group *g)
         pthread_join(g->worker, 0);
 }
 
-static cd_status start_on_gpu(cd_group *g, cd_work *work)
+/* `look`: whose idle is called meanwhile, or NULL. */
+static cd_status start_on_gpu(cd_group *g, cd_work *work, const cd_patience *look)
 {
-    cd_backend *gpu = g->gpu;
+    cd_backend *gpu = cd_group_gpu(g);
     if (!gpu)
         return cd_fail(CD_UNSUPPORTED, "%s: this group has no GPU backend", cd_kind_name(work->op.kind));
     if (g->orphans)
         cd_orphans_reap(g, false);
     cd_patience patience = cd_patience_until(cd_deadline_after_ns(work->timeout_ns), g->size);
     patience.cause = g->cause;
+    if (look) {
+        patience.idle = look->idle;
+        patience.idle_ctx = look->idle_ctx;
+    }
     cd_waiter waiter = cd_waiter_start(&patience);
     while (atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) != 0)
         CD_TRY(cd_waiter_turn(&waiter));
-    work->op.sequence = ++g->sequence;
+    count(g, &work->op);
     work->started_ns = cd_now_ns();
     cd_record_start(work->record, work->ticket, work->op.sequence);
     work->event_ops = gpu->ops;
@@ -395,19 +414,20 @@ static cd_status start_on_gpu(cd_group *g, cd_work *work)
     return status;
 }
 
-static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_deadline latest, cd_work **out)
+static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_deadline latest, const cd_patience *look,
+                       cd_work **out)
 {
     CD_TRY(cd_group_refuse(g));
     cd_work *work;
     CD_TRY(cd_work_create(g, op, timeout_ns, &work));
     work->latest = latest;
-    bool is_p2p = op->kind == CD_SEND || op->kind == CD_RECV;
+    bool is_p2p = is_message(op);
     int peer = !is_p2p ? op->root : op->peer < 0 ? -1 : g->world_ranks[op->peer];
     work->record = cd_record_begin(g->page, op, g->context, peer, CD_RECORD_QUEUED);
     work->ticket = atomic_load_explicit(&work->record->ticket, memory_order_relaxed);
     cd_status status;
     if (op->device == CD_CUDA) {
-        status = start_on_gpu(g, work);
+        status = start_on_gpu(g, work, look);
     } else if (is_p2p) {
         cd_record_start(work->record, work->ticket, 0);
         status = cd_p2p_start(g, work);
@@ -427,5 +447,10 @@ static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_dea
 
 cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_work **out)
 {
-    return issue(g, op, timeout_ns, CD_NEVER, out);
+    return issue(g, op, timeout_ns, CD_NEVER, NULL, out);
+}
+
+cd_status cd_group_issue_patiently(cd_group *g, const cd_op *op, uint64_t timeout_ns, const cd_patience *patience, cd_work **out)
+{
+    return issue(g, op, timeout_ns, CD_NEVER, patience, out);
 }

@@ -300,6 +300,17 @@ static PyObject *list_of(PyObject *outputs)
     return list;
 }
 
+/* A launch waits while the GPU's queue is full, and the first of a kind for the other ranks. */
+static cd_status issue_on_gpu(cd_py_call *call, cd_work **out)
+{
+    cd_py_wait wait;
+    cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(call->timeout_ns), 1);
+    cd_py_wait_detach(&wait);
+    cd_status status = cd_group_issue_patiently(call->group->group, &call->op, call->timeout_ns, &patience, out);
+    cd_py_wait_end(&wait);
+    return status;
+}
+
 static PyObject *issue_call(cd_py_call *call, PyObject *outputs)
 {
     int device = -1;
@@ -318,11 +329,8 @@ static PyObject *issue_call(cd_py_call *call, PyObject *outputs)
     pinned *pin = list ? pin_call(call) : NULL;
     cd_work *work = NULL;
     if (pin) {
-        /* A launch on a GPU waits while the GPU's queue is full. */
-        PyThreadState *detached = call->op.device == CD_CPU ? NULL : PyEval_SaveThread();
-        status = cd_group_issue(call->group->group, &call->op, call->timeout_ns, &work);
-        if (detached)
-            PyEval_RestoreThread(detached);
+        status = call->op.device == CD_CPU ? cd_group_issue(call->group->group, &call->op, call->timeout_ns, &work)
+                                           : issue_on_gpu(call, &work);
         if (status != CD_OK)
             free_pinned(pin);
         else

@@ -58,7 +58,11 @@ static PyObject *gpu_alloc(PyObject *module, PyObject *args)
     cd_backend *gpu = gpu_of(state, ((cd_py_group *)object)->group, "empty");
     if (!gpu)
         return NULL;
-    cd_status status = cd_gpu_alloc(gpu, (size_t)bytes, &memory);
+    cd_py_wait wait;
+    cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(cd_group_timeout_ns(((cd_py_group *)object)->group)), 1);
+    cd_py_wait_detach(&wait);
+    cd_status status = cd_gpu_alloc(gpu, (size_t)bytes, &patience, &memory);
+    cd_py_wait_end(&wait);
     return status == CD_OK ? PyLong_FromVoidPtr(memory) : cd_py_raise_from(state, status, "empty");
 }
 
@@ -108,9 +112,11 @@ static PyObject *coalesce_begin(PyObject *module, PyObject *args)
     cd_status status = open_gpu(group, index);
     if (status == CD_OK) {
         cd_backend *gpu = cd_group_backend(group, CD_CUDA);
-        Py_BEGIN_ALLOW_THREADS
-        status = gpu->ops->group_begin(gpu);
-        Py_END_ALLOW_THREADS
+        cd_py_wait wait;
+        cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(cd_group_timeout_ns(group)), 1);
+        cd_py_wait_detach(&wait);
+        status = gpu->ops->group_begin(gpu, &patience);
+        cd_py_wait_end(&wait);
     }
     return status == CD_OK ? Py_NewRef(Py_True) : cd_py_raise_from(state, status, "coalesced operations");
 }

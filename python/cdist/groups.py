@@ -338,9 +338,9 @@ def _tell_failed_sends(world):
 def destroy_process_group(group=None) -> None:
     """Close a group, or with None (or WORLD) all of them. Local and quick; also after errors.
 
-    In a group without an error, operations that are queued and messages that were sent get up to 2 s to end,
-    so that the other ranks are not left waiting. An ``isend`` that failed and that nobody waited for is told
-    on stderr, unless an error that was raised explains it.
+    In a group without an error, operations that are queued or run on a GPU and messages that were sent get up
+    to 2 s to end, so that the other ranks are not left waiting. An ``isend`` that failed and that nobody
+    waited for is told on stderr, unless an error that was raised explains it.
 
     Raises:
         AssertionError: there is no default group.

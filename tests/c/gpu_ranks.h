@@ -104,7 +104,7 @@ static inline void gpu_rank_close(gpu_rank *r)
 static inline void *gpu_alloc(gpu_rank *r, size_t bytes)
 {
     void *memory = 0;
-    CHECK_OK(cd_gpu_alloc(r->backend, bytes, &memory));
+    CHECK_OK(cd_gpu_alloc(r->backend, bytes, &r->patience, &memory));
     memset(memory, 0, bytes);
     return memory;
 }

@@ -168,7 +168,7 @@ static void check_ring(gpu_rank *r, int rank)
     send.peer = (rank + 1) % N;
     recv.peer = (rank + N - 1) % N;
     /* All send first: only a coalesced group lets this end. */
-    CHECK_OK(r->backend->ops->group_begin(r->backend));
+    CHECK_OK(r->backend->ops->group_begin(r->backend, &r->patience));
     cd_event *sent = 0, *received = 0;
     CHECK_OK(r->backend->ops->start(r->backend, &send, &r->patience, &sent));
     CHECK_OK(r->backend->ops->start(r->backend, &recv, &r->patience, &received));
@@ -201,7 +201,7 @@ static void check_strided(gpu_rank *r, int rank)
     cd_dims reversed = {.ndim = 1, .shape = {50}, .strides = {-4}};
     cd_span a = {x + 1, 200, &columns, 4}, b = {v + 49, 50, &reversed, 4};
     cd_op one = op_of(CD_ALL_REDUCE, CD_FLOAT32, &a, &a), two = op_of(CD_ALL_REDUCE, CD_FLOAT32, &b, &b);
-    CHECK_OK(r->backend->ops->group_begin(r->backend));
+    CHECK_OK(r->backend->ops->group_begin(r->backend, &r->patience));
     run(r, &one);
     run(r, &two);
     CHECK_OK(r->backend->ops->group_end(r->backend, &r->patience));

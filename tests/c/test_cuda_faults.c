@@ -50,8 +50,9 @@ static void check_refusal(int world, cd_status wanted, const char *text, const i
 
 static void check_libraries(void)
 {
-    char nccl[PATH_MAX];
+    char nccl[PATH_MAX], cuda[PATH_MAX], text[PATH_MAX + 64];
     snprintf(nccl, sizeof nccl, "%s", getenv("CDIST_NCCL_LIB"));
+    snprintf(cuda, sizeof cuda, "%s", getenv("CDIST_CUDA_LIB"));
     setenv("CDIST_NCCL_LIB", "/nowhere/libnccl.so.2", 1);
     check_refusal(2, CD_UNSUPPORTED, "CDIST_NCCL_LIB names /nowhere/libnccl.so.2 (not there)", 0);
     unsetenv("CDIST_NCCL_LIB");
@@ -59,13 +60,25 @@ static void check_libraries(void)
     check_refusal(1, CD_UNSUPPORTED, "libnccl.so.2 (not there)", 0);
     setenv("CDIST_NCCL_LIB", nccl, 1);
     setenv("FAKE_NCCL_VERSION", "21705", 1);
-    check_refusal(1, CD_UNSUPPORTED, "NCCL 2.17 is too old: 2.18 or later is needed", 0);
+    snprintf(text, sizeof text, "NCCL 2.17 (%s) is too old: 2.18 or later is needed", nccl);
+    check_refusal(1, CD_UNSUPPORTED, text, 0);
     setenv("FAKE_NCCL_VERSION", "2708", 1);
-    check_refusal(1, CD_UNSUPPORTED, "NCCL 2.7 is too old", 0);
+    snprintf(text, sizeof text, "NCCL 2.7 (%s) is too old", nccl);
+    check_refusal(1, CD_UNSUPPORTED, text, 0);
     unsetenv("FAKE_NCCL_VERSION");
     setenv("FAKE_CUDA_DEVICES", "0", 1);
     check_refusal(2, CD_UNSUPPORTED, "sees no GPU", 0);
     unsetenv("FAKE_CUDA_DEVICES");
+    setenv("CDIST_NCCL_LIB", "/proc/self/status", 1);
+    check_refusal(1, CD_UNSUPPORTED, "CDIST_NCCL_LIB names /proc/self/status (", 0);
+    setenv("CDIST_NCCL_LIB", cuda, 1);
+    snprintf(text, sizeof text, "%s is not NCCL: it has no ncclGetVersion", cuda);
+    check_refusal(1, CD_UNSUPPORTED, text, 0);
+    setenv("CDIST_NCCL_LIB", nccl, 1);
+    /* The fake NCCL has the fake driver's functions too, by its own dependency; the C library has none. */
+    setenv("CDIST_CUDA_LIB", "libm.so.6", 1);
+    check_refusal(1, CD_UNSUPPORTED, "libm.so.6) has no cuInit: CUDA 11.4 or later is needed", 0);
+    setenv("CDIST_CUDA_LIB", cuda, 1);
 }
 
 static void check_devices(void)
@@ -221,7 +234,7 @@ static void abort_main(int rank, void *ctx)
         CHECK(pthread_create(&thread, 0, abort_soon, &r) == 0);
         CHECK_FAILS(r.backend->ops->run(r.backend, &op, &r.patience), CD_ABORTED);
         pthread_join(thread, 0);
-        CHECK_FAILS(r.backend->ops->group_begin(r.backend), CD_ABORTED);
+        CHECK_FAILS(r.backend->ops->group_begin(r.backend, &r.patience), CD_ABORTED);
     }
     pthread_barrier_wait(&r.group->barrier);
     gpu_rank_close(&r);
@@ -365,7 +378,7 @@ static void connect_alone(gpu_rank *r, int way, bool coalesced)
     CHECK(pthread_create(&thread, 0, end_soon, &e) == 0);
     uint64_t before = cd_now_ns();
     if (coalesced) {
-        CHECK_OK(r->backend->ops->group_begin(r->backend));
+        CHECK_OK(r->backend->ops->group_begin(r->backend, &r->patience));
         CHECK_OK(r->backend->ops->run(r->backend, &op, &brief));
         CHECK_FAILS(r->backend->ops->group_end(r->backend, &brief), wanted[way]);
     } else {
