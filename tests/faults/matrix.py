@@ -236,6 +236,8 @@ def _await_death(call, rank, cell):
     timeout = FROZEN_TIMEOUT if fault == "SIGSTOP" else None
     rounds, end = 0, time.monotonic() + GROUP_TIMEOUT
     while time.monotonic() < end:
+        if fault == "SIGSTOP" and rank == victim and cell["call"] == "store.get" and any(_shared[:8]):
+            break  # thawed: who only writes to the store does not hear of the others' end
         call(rank, victim, timeout)
         rounds += 1
         if rounds == 3 and timeout:
