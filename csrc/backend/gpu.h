@@ -12,6 +12,8 @@ cd_status cd_gpu_supports(cd_kind kind, cd_redop redop, cd_dtype dtype);
  * need no staging; plain device memory where NCCL is older than 2.19. Local. Waits with patience while another thread is inside.
  * Errors: CD_NO_MEMORY, CD_GPU, CD_BAD_ARGUMENT (another thread has a coalesced group open), patience's. */
 cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
+/* The same from the driver, not registered. Its release waits for what still uses it, as the driver's does. */
+cd_status cd_gpu_alloc_plain(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
 /* Gives it back, now or, while somebody is inside NCCL or a coalesced group is open, with the next allocation or release; the
  * caller has made sure that no queued work uses it. Any thread, without waiting for others. Also after an abort. Takes NULL. */
 void cd_gpu_release(cd_backend *backend, void *memory);
@@ -26,6 +28,11 @@ typedef struct {
 
 /* Texts live as long as the backend. */
 cd_gpu_facts cd_gpu_describe(const cd_backend *backend);
+
+/* Enqueues in `stream` copies of the spans' elements, in logical order, to packed memory: spans[i] to packed[i]; `back`: from
+ * there. All that lie without gaps take one kernel. A span without data counts as zeros. Errors: CD_GPU, CD_NO_MEMORY,
+ * CD_UNSUPPORTED beyond 8 merged dimensions. */
+cd_status cd_gpu_pack(cd_backend *backend, const cd_span *spans, void *const *packed, size_t count, bool back, void *stream);
 
 /* Copies between this host's memory and the GPU, behind all work of the legacy default stream; return when done. For tests
  * and object collectives. */

@@ -51,6 +51,44 @@ static bool merge(const cd_span *span, cd_dims *out)
     return cd_dims_normalise(out, span->item_bytes);
 }
 
+/* One span of cd_gpu_pack; what has no gaps is added to the list instead. */
+static cd_status pack_one(cd_gpu_backend *b, const cd_span *span, void *packed, bool back, void *stream,
+                          cd_kernel_piece *pieces, size_t *count_p)
+{
+    size_t bytes = span->count * span->item_bytes;
+    cd_dims dims;
+    if (bytes == 0)
+        return CD_OK;
+    if (!span->data)
+        return cd_driver_check(&b->driver, b->driver.set_bytes_async(cd_gpu_address(packed), 0, bytes, stream),
+                               "cuMemsetD8Async");
+    if (span->dims && !merge(span, &dims))
+        return back ? cd_kernels_unpack(&b->kernels, span->data, &dims, span->item_bytes, packed, stream)
+                    : cd_kernels_pack(&b->kernels, span->data, &dims, span->item_bytes, packed, stream);
+    pieces[(*count_p)++] = back ? (cd_kernel_piece){span->data, packed, bytes} : (cd_kernel_piece){packed, span->data, bytes};
+    return CD_OK;
+}
+
+cd_status cd_gpu_pack(cd_backend *backend, const cd_span *spans, void *const *packed, size_t count, bool back, void *stream)
+{
+    cd_gpu_backend *b = (cd_gpu_backend *)backend;
+    cd_kernel_piece *pieces = malloc((count + 1) * sizeof *pieces);
+    size_t without_gaps = 0;
+    bool pushed;
+    if (!pieces)
+        return cd_fail(CD_NO_MEMORY, "no memory for a list of %zu arrays", count);
+    cd_status status = cd_gpu_enter(&b->gpu, &pushed);
+    if (status == CD_OK) {
+        for (size_t i = 0; i < count && status == CD_OK; i++)
+            status = pack_one(b, &spans[i], packed[i], back, stream, pieces, &without_gaps);
+        if (status == CD_OK)
+            status = cd_kernels_copy(&b->kernels, pieces, without_gaps, stream);
+        cd_gpu_leave(&b->gpu, pushed);
+    }
+    free(pieces);
+    return status;
+}
+
 static cd_status take_scratch(const launch *l, size_t bytes, void **out)
 {
     const cd_gpu_backend *b = l->b;
@@ -76,9 +114,12 @@ static cd_status view_open(const launch *l, const cd_span *span, bool read, view
         return CD_OK;
     CD_TRY(take_scratch(l, span->count * span->item_bytes, &out->scratch));
     out->data = out->scratch;
+    cd_status status = CD_OK;
     if (read)
-        return cd_kernels_pack(&l->b->kernels, span->data, &dims, span->item_bytes, out->scratch, l->stream);
-    return CD_OK;
+        status = cd_kernels_pack(&l->b->kernels, span->data, &dims, span->item_bytes, out->scratch, l->stream);
+    if (cd_unlikely(status != CD_OK))
+        l->b->driver.mem_free_async(cd_gpu_address(out->scratch), l->stream);
+    return status;
 }
 
 static cd_status defer(const launch *l, const cd_span *span, void *scratch, bool write, cd_gpu_deferred **out)

@@ -14,9 +14,9 @@ static void give_back(cd_gpu_backend *b, const cd_gpu_block *block)
         b->driver.mem_free(cd_gpu_address(block->memory));
 }
 
-static cd_status take(cd_gpu_backend *b, size_t bytes, cd_gpu_block *out)
+static cd_status take(cd_gpu_backend *b, size_t bytes, bool plain, cd_gpu_block *out)
 {
-    *out = (cd_gpu_block){.nccl = b->nccl.version >= CD_NCCL_MEMORY_SINCE && b->nccl.mem_alloc && b->nccl.mem_free};
+    *out = (cd_gpu_block){.nccl = !plain && b->nccl.version >= CD_NCCL_MEMORY_SINCE && b->nccl.mem_alloc && b->nccl.mem_free};
     if (!out->nccl) {
         cd_cu_address address = 0;
         CD_TRY(cd_driver_check(&b->driver, b->driver.mem_alloc(&address, bytes), "cuMemAlloc"));
@@ -66,7 +66,7 @@ static void sweep(cd_gpu_backend *b)
     }
 }
 
-cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out)
+static cd_status alloc(cd_backend *backend, size_t bytes, bool plain, const cd_patience *patience, void **out)
 {
     cd_gpu_backend *b = (cd_gpu_backend *)backend;
     cd_gpu_block block;
@@ -74,13 +74,23 @@ cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *pat
     CD_TRY(cd_gpu_visit_begin(b, CD_BARRIER, patience, &visit));
     if (!b->grouping)
         sweep(b);
-    cd_status status = take(b, bytes ? bytes : 1, &block);
+    cd_status status = take(b, bytes ? bytes : 1, plain, &block);
     if (status == CD_OK && (status = remember(b, &block)) != CD_OK)
         give_back(b, &block);
     cd_gpu_visit_end(b, &visit, status);
     if (status == CD_OK)
         *out = block.memory;
     return status;
+}
+
+cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out)
+{
+    return alloc(backend, bytes, false, patience, out);
+}
+
+cd_status cd_gpu_alloc_plain(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out)
+{
+    return alloc(backend, bytes, true, patience, out);
 }
 
 void cd_gpu_release(cd_backend *backend, void *memory)

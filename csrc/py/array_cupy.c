@@ -84,7 +84,7 @@ int cd_py_cupy_stream(const cd_py_state *state, void **stream_p)
 {
     if (cd_likely(state->cupy_stream_function)) {
         *stream_p = (void *)state->cupy_stream_function();
-        return !*stream_p && PyErr_Occurred() ? -1 : 0;
+        return PyErr_Occurred() ? -1 : 0; /* which number stands for a failure is CuPy's to choose */
     }
     PyObject *stream = PyObject_CallNoArgs(state->cupy_stream);
     int result = stream ? read_number(PyObject_GetAttr(stream, state->ptr_name), stream_p) : -1;

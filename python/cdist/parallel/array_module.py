@@ -6,6 +6,7 @@ import threading
 import numpy as np
 
 import cdist
+from cdist.parallel.gpu_buckets import GpuBuckets, empty_like, facts_of, is_on_gpu, same_place
 from cdist.parallel.join import Join, Joinable, JoinHook
 from cdist.parallel.parameter import Parameter, as_kind_of, broadcast_array, unique_parameters
 from cdist.parallel.synchronizer import LOCAL, REDUCE, Gradient, Synchronizer, bucket_caps, debugging
@@ -86,18 +87,24 @@ class ArrayDataParallel(Joinable):
         self._automatic = all(isinstance(p, Parameter) for _, p in trainable)
         if not self._automatic and any(isinstance(p, Parameter) for _, p in trainable):
             raise TypeError("a module's parameters are either all cdist.Parameter or none is")
-        data = [np.asarray(p.data) for _, p in trainable]
-        gradients = [
-            Gradient(name, d.size, d.dtype.name, d.itemsize)
-            for name, d in zip(self._names, data, strict=True)
-        ]
+        gpu = same_place([(name, p.data) for name, p in trainable])
+        data = [np.asarray(p.data) if gpu is None else facts_of(p.data) for _, p in trainable]
+        gradients = [Gradient.of(name, d) for name, d in zip(self._names, data, strict=True)]
+        self._gpu = None if gpu is None else GpuBuckets(self.process_group, gpu)
         self._shapes = [d.shape for d in data]
         self._dtypes = [d.dtype for d in data]
         self._has_grad = [False] * len(trainable)
         self._fresh = [False] * len(trainable)
         self._unsynced = False
         self._counting = self.static_graph
-        self._sync = Synchronizer(self.process_group, gradients, reduce=self.reduce, caps=self._caps)
+        self._sync = Synchronizer(
+            self.process_group,
+            gradients,
+            reduce=self.reduce,
+            caps=self._caps,
+            device="cpu" if gpu is None else "cuda",
+            memory=self._gpu and self._gpu.allocate,
+        )
         self._make_views()
         for index, (_, p) in enumerate(trainable):
             if not isinstance(p, Parameter):
@@ -114,6 +121,12 @@ class ArrayDataParallel(Joinable):
 
     def _make_views(self):
         reducer = self._sync.reducer
+        if self._gpu:
+            self._gpu.lay_out(reducer, self._sync.gradients)
+            self._views = []
+            if self._automatic and self._trainable:
+                self._views = self._gpu.views(self._shapes, self._dtypes, self._trainable[0][1].data)
+            return
         buckets = [reducer.bucket(k) for k in range(reducer.buckets)]
         self._views = []
         for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True)):
@@ -136,9 +149,16 @@ class ArrayDataParallel(Joinable):
                 )
             if sync and self._sync.wants_replan():
                 self._replan()
-            self._sync.begin(REDUCE if sync and not self._counting else LOCAL)
+            self._begin(REDUCE if sync and not self._counting else LOCAL)
             self._sync.reducer.backward = True
             self._sync_this = sync
+
+    def _begin(self, step):
+        if self._gpu:
+            # The framework's current stream: what computes the gradients.
+            self._stream = facts_of(self._trainable[0][1].data).stream
+            self._sync.reducer.set_stream(self._stream)
+        self._sync.begin(step)
 
     def _replan(self):
         order = self._sync.agree_on_order()
@@ -234,6 +254,8 @@ class ArrayDataParallel(Joinable):
         self._fresh = [False] * len(self._names)
         self._unsynced = False
         allowed = self.find_unused_parameters or self._joining()
+        if self._gpu and allowed:
+            self._gpu.zero([index for index, given in enumerate(used) if not given], self._stream)
         self._sync.finish(expected=allowed)
         if self.find_unused_parameters and used.size:
             cdist.all_reduce(used, op=cdist.ReduceOp.MAX, group=self.process_group)
@@ -244,7 +266,7 @@ class ArrayDataParallel(Joinable):
         reducer = self._sync.reducer
         seen = [reducer.seen(index) for index in range(len(self._names))]
         self._counting = False
-        self._sync.begin(REDUCE)
+        self._begin(REDUCE)
         for index, fresh in enumerate(self._fresh):
             if fresh:
                 reducer.ready(index)
@@ -259,8 +281,11 @@ class ArrayDataParallel(Joinable):
             return
         if self._sync.wants_replan():
             self._sync.replanned = True
-        self._sync.begin(REDUCE)
         given = [p.grad for _, p in self._trainable]
+        if self._gpu:
+            self._reduce_foreign_on_gpu(given)
+            return
+        self._begin(REDUCE)
         reducer = self._sync.reducer
         for index in self._sync.order:
             if given[index] is not None:
@@ -279,6 +304,29 @@ class ArrayDataParallel(Joinable):
                 grad[...] = self._views[index]
             elif self._has_grad[index]:
                 p.grad = as_kind_of(grad if grad is not None else p.data, self._views[index].copy())
+
+    def _reduce_foreign_on_gpu(self, given):
+        for index, grad in enumerate(given):
+            if grad is None:
+                continue
+            facts = facts_of(grad) if is_on_gpu(grad) else None
+            if facts is None or facts.shape != self._shapes[index] or facts.dtype != self._dtypes[index]:
+                what = "in host memory" if facts is None else f"{facts.dtype} {facts.shape}"
+                raise ValueError(
+                    f"parameter {self._names[index]!r}: gradient {what} for a parameter "
+                    f"{self._dtypes[index]} {self._shapes[index]} on a GPU"
+                )
+        self._begin(REDUCE)
+        self._gpu.pack(given, self._stream)
+        for index in self._sync.order:
+            if given[index] is not None:
+                self._sync.reducer.ready(index)
+        self._has_grad = [grad is not None for grad in given]
+        self._finish()
+        for index, (_, p) in enumerate(self._trainable):
+            if self._has_grad[index] and given[index] is None:
+                given[index] = p.grad = empty_like(p.data)
+        self._gpu.unpack(given, self._stream)
 
     # ---- which passes are synchronised
 
@@ -364,16 +412,17 @@ class ArrayDataParallel(Joinable):
         ``set_buffer(name, array)``. Collective.
         """
         for name, value in getattr(self.module, "named_buffers", lambda: ())():
-            new = np.array(value)
+            on_gpu = is_on_gpu(value)
+            new = value if on_gpu and not copy else value.copy() if on_gpu else np.array(value)
             if average:
                 cdist.all_reduce(new, op=cdist.ReduceOp.AVG, group=self.process_group)
             else:
                 cdist.broadcast(new, group_src=src, group=self.process_group)
-            if np.array_equal(new, value):
+            if not on_gpu and np.array_equal(new, value):
                 continue
             if copy:
                 self.module.set_buffer(name, new)
-            else:
+            elif not on_gpu:
                 np.copyto(value, new)
 
     # ---- uneven inputs
@@ -438,7 +487,7 @@ class _ArrayJoinHook(JoinHook):
             ddp._replan()
         if ddp.reduce == "weights":
             ddp._sync.weight = 0.0
-        ddp._sync.begin(REDUCE)
+        ddp._begin(REDUCE)
         ddp._finish()
 
     def post_hook(self, is_last_joiner):
@@ -497,5 +546,7 @@ def _walk_batches(module, steps, batches):
 
 
 def _describe(name, parameter, trainable):
-    data = np.asarray(parameter.data)
-    return f"{name!r}: {data.dtype} {data.shape}{'' if trainable else ', frozen'}"
+    on_gpu = is_on_gpu(parameter.data)
+    data = facts_of(parameter.data) if on_gpu else np.asarray(parameter.data)
+    where = " on a GPU" if on_gpu else ""
+    return f"{name!r}: {data.dtype} {data.shape}{where}{'' if trainable else ', frozen'}"

@@ -119,6 +119,12 @@ class DistributedDataParallel(metaclass=_ByModule):
     * For other parameter classes call ``ddp.synchronize()`` after each backward pass: it reduces their
       ``grad``.
 
+    Data and gradients may lie in GPU memory, all of them on this rank's GPU: CuPy arrays under both kinds of
+    parameters, and under classes of your own whatever else has a CUDA array interface or DLPack. They are
+    copied into buckets by one kernel and reduced by NCCL in the order of the current stream; the host does
+    not wait. A gradient that one rank lacks ends the group there, with names: buckets in GPU memory carry no
+    flag that would tell the others in time.
+
     ``reduce``: 'mean' over ranks, 'sum', or 'weights' (``ddp.set_weight(n)`` before each backward pass; exact
     for uneven batches). Parameters of rank 0 are given to all ranks at construction, after names, order,
     shapes and dtypes were compared; a difference raises RuntimeError on every rank.

@@ -5,6 +5,7 @@ import sys
 import numpy as np
 
 import cdist
+from cdist.parallel.gpu_buckets import GpuBuckets, facts_of, is_on_gpu, same_place
 from cdist.parallel.parameter import as_kind_of
 from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_caps
 from cdist.parallel.verify import agree_on_parameters
@@ -113,24 +114,33 @@ class GradientReducer:
         self.process_group = process_group
         self.find_unused_parameters = find_unused_parameters
         leaves = flatten(params)
-        arrays = [to_numpy(leaf) for _, leaf in leaves]
+        gpu = same_place(leaves)
+        arrays = [to_numpy(leaf) if gpu is None else facts_of(leaf) for _, leaf in leaves]
         self._names = [name for name, _ in leaves]
         self._shapes = [array.shape for array in arrays]
         self._dtypes = [array.dtype for array in arrays]
+        where = "" if gpu is None else " on a GPU"
         if init_sync:
             agree_on_parameters(
-                [f"{name}: {a.dtype} {a.shape}" for name, a in zip(self._names, arrays, strict=True)],
+                [f"{name}: {a.dtype} {a.shape}{where}" for name, a in zip(self._names, arrays, strict=True)],
                 process_group,
             )
-        gradients = [
-            Gradient(name, a.size, a.dtype.name, a.itemsize)
-            for name, a in zip(self._names, arrays, strict=True)
-        ]
+        gradients = [Gradient.of(name, array) for name, array in zip(self._names, arrays, strict=True)]
+        self._gpu = None if gpu is None else GpuBuckets(process_group, gpu)
         order = list(range(len(gradients)))  # bare gradients come all at once, first to last
         self._sync = Synchronizer(
-            process_group, gradients, reduce=reduce, caps=bucket_caps(bucket_cap_mb), order=order
+            process_group,
+            gradients,
+            reduce=reduce,
+            caps=bucket_caps(bucket_cap_mb),
+            order=order,
+            device="cpu" if gpu is None else "cuda",
+            memory=self._gpu and self._gpu.allocate,
         )
         reducer = self._sync.reducer
+        if self._gpu:
+            self._gpu.lay_out(reducer, gradients)
+            return
         buckets = [reducer.bucket(k) for k in range(reducer.buckets)]
         self._views = []
         for index, (shape, dtype) in enumerate(zip(self._shapes, self._dtypes, strict=True)):
@@ -143,9 +153,14 @@ class GradientReducer:
         `grads` has the structure of the parameters; a leaf may be None if find_unused_parameters is set (it
         counts as zeros; None on all ranks stays None), otherwise RuntimeError on every rank.
 
-        Returns the same structure. Writable NumPy arrays (and CPU tensors of torch) are reduced in place and
-        returned; for other leaves new arrays of the same kind. `weight`: with reduce='weights' this rank's
-        number of samples (tokens, …); the result is the weighted mean, exact for uneven batches.
+        Returns the same structure. Writable NumPy arrays, torch's tensors and arrays in GPU memory (CuPy and
+        whatever else has a CUDA array interface or DLPack; where the parameters lie there too) are reduced in
+        place and returned; for other leaves new arrays of the same kind. JAX's and tinygrad's go through host
+        memory. On GPUs the call returns at once: the results are in order with the current stream, and a
+        gradient that is missing on another rank is told by the next call.
+
+        `weight`: with reduce='weights' this rank's number of samples (tokens, …); the result is the weighted
+        mean, exact for uneven batches.
         """
         leaves = flatten(grads)
         if [name for name, _ in leaves] != self._names:
@@ -154,7 +169,10 @@ class GradientReducer:
                 "gradients do not have the structure of the parameters: "
                 f"missing {sorted(mine - theirs)[:5]}, unknown {sorted(theirs - mine)[:5]}"
             )
-        arrays = [None if leaf is None else to_numpy(leaf) for _, leaf in leaves]
+        if self._gpu:
+            arrays = [self._facts(name, leaf) for name, leaf in leaves]
+        else:
+            arrays = [None if leaf is None else to_numpy(leaf) for _, leaf in leaves]
         for name, array, shape in zip(self._names, arrays, self._shapes, strict=True):
             if array is not None and array.shape != shape:
                 raise ValueError(f"gradient {name} has shape {array.shape}, its parameter {shape}")
@@ -162,11 +180,48 @@ class GradientReducer:
             if self._sync.reduce != "weights":
                 raise ValueError(f"weight is for reduce='weights', not {self._sync.reduce!r}")
             self._sync.weight = float(weight)
+        if self._gpu:
+            return rebuild(grads, iter(self._run_on_gpu([leaf for _, leaf in leaves], arrays)))
         used = self._run(arrays)
         results = (
             self._result(index, leaf, arrays[index], used[index]) for index, (_, leaf) in enumerate(leaves)
         )
         return rebuild(grads, iter(list(results)))
+
+    def _facts(self, name, leaf):
+        if leaf is None:
+            return None
+        if not is_on_gpu(leaf):
+            raise TypeError(f"gradient {name} lies in host memory, its parameter on a GPU")
+        facts, wanted = facts_of(leaf), self._dtypes[self._names.index(name)]
+        if facts.dtype != wanted:
+            raise TypeError(
+                f"gradient {name} is {facts.dtype}, its parameter {wanted}: on a GPU they are alike"
+            )
+        return facts
+
+    def _run_on_gpu(self, leaves, facts):
+        from cdist import cuda
+
+        stream = next((f.stream for f in facts if f is not None), 0)
+        reducer = self._sync.reducer
+        reducer.set_stream(stream)
+        self._sync.begin(REDUCE)
+        self._gpu.pack(leaves, stream)
+        for index, leaf in enumerate(leaves):
+            if leaf is not None:
+                reducer.ready(index)
+        used = self._finish(leaves)
+        results = [
+            leaf
+            if leaf is not None
+            else cuda.empty(self._shapes[index], self._dtypes[index], self.process_group)
+            if used[index]
+            else None
+            for index, leaf in enumerate(leaves)
+        ]
+        self._gpu.unpack(results, stream)
+        return results
 
     def _run(self, arrays):
         self._sync.begin(REDUCE)
@@ -175,6 +230,10 @@ class GradientReducer:
             if array is not None:
                 np.copyto(self._views[index], array, casting="same_kind")
                 reducer.ready(index)
+        return self._finish(arrays)
+
+    def _finish(self, arrays):
+        """End the step; tell which gradients some rank has given."""
         used = np.array([array is not None for array in arrays], np.uint8)
         self._sync.finish(expected=self.find_unused_parameters)
         if self.find_unused_parameters and used.size:

@@ -3,12 +3,13 @@
 import numpy as np
 
 import cdist
+from cdist.parallel.gpu_buckets import is_on_gpu
 
 
 class Parameter:
     """An array with a gradient: what a hand-written layer needs to be trained on several ranks.
 
-    ``data`` is any NumPy array of real or complex floats. A backward pass gives its gradient by
+    ``data`` is any NumPy or CuPy array of real or complex floats. A backward pass gives its gradient by
     :meth:`accumulate_grad`. Under :class:`~cdist.nn.parallel.DistributedDataParallel` the gradient lives in a
     bucket in shared memory and is averaged over the ranks while the backward pass goes on; reading
     :attr:`grad` waits for that.
@@ -17,7 +18,7 @@ class Parameter:
     __slots__ = ("data", "name", "requires_grad", "_grad", "_link", "__weakref__")
 
     def __init__(self, data, name=None, requires_grad=True):
-        self.data = np.asarray(data)
+        self.data = data if is_on_gpu(data) else np.asarray(data)
         self.name = name
         self.requires_grad = requires_grad
         self._grad = None
@@ -61,7 +62,8 @@ class Parameter:
             owner, index = self._link
             owner._accumulate(index, gradient, ready)
             return
-        gradient = np.asarray(gradient)
+        if not is_on_gpu(gradient):
+            gradient = np.asarray(gradient)
         if gradient.shape != self.data.shape:
             raise ValueError(f"gradient of shape {gradient.shape} for a parameter of shape {self.data.shape}")
         if self._grad is None:
@@ -92,9 +94,12 @@ def unique_parameters(module, ignored=()):
 
 
 def broadcast_array(holder, attribute, group, src=0):
-    """Give holder.attribute the values of group rank `src`, in place where it is a writable NumPy array."""
+    """Give holder.attribute the values of group rank `src`.
+
+    In place where it is a writable NumPy array or lies in GPU memory.
+    """
     value = getattr(holder, attribute)
-    if isinstance(value, np.ndarray) and value.flags.writeable:
+    if is_on_gpu(value) or (isinstance(value, np.ndarray) and value.flags.writeable):
         cdist.broadcast(value, group_src=src, group=group)
         return
     copy = np.array(value)

@@ -35,6 +35,13 @@ class Gradient:
     dtype: str
     item_bytes: int
 
+    @classmethod
+    def of(cls, name, array):
+        """Of a NumPy array, or of the Facts of one in GPU memory."""
+        if isinstance(array.dtype, str):
+            return cls(name, array.size, array.dtype, array.item_bytes)
+        return cls(name, array.size, array.dtype.name, array.itemsize)
+
 
 def bucket_caps(bucket_cap_mb=None, bucket_cap_mb_list=None):
     """Caps in bytes, the last repeats.
@@ -164,10 +171,23 @@ class Synchronizer:
         A gradient that is missing on any rank raises RuntimeError on all, unless it was `expected` that some
         are (then zeros take part).
         """
+        if self.device == "cuda" and not expected and self.reducer.step == REDUCE and self.reducer.unready:
+            self.fail_for_all()
         complete = self.reducer.finish(expected)
         self.steps += self.reducer.step != LOCAL
         if not complete:
             raise RuntimeError(self.missing_text())
+
+    def fail_for_all(self):
+        """Gradients are missing on this rank: end the group.
+
+        Buckets in GPU memory carry no flag that would tell the others.
+        """
+        uses = self.uses or [1] * len(self.gradients)
+        missing = [index for index, count in enumerate(uses) if self.reducer.seen(index) < count]
+        text = self.missing_text({cdist.get_rank(self.group): missing})
+        (self.group or cdist.group.WORLD).abort(text)
+        raise RuntimeError(text)
 
     def set_divisor(self, divisor):
         """Divides by this instead of the group's size (mean only); None: the group's size again."""

@@ -49,7 +49,7 @@ class Fitness:
             if self._low is not None:
                 self._low.leave()
             if self.device.type == "cuda" and self._sync.reducer.step != HAND_OUT:
-                self._fail_for_all()
+                self._sync.fail_for_all()
             if self._sync.reducer.step == HAND_OUT:
                 self._finish_hooks()
             else:
@@ -91,15 +91,3 @@ class Fitness:
         except RuntimeError as error:
             raise RuntimeError(LEFT_IN_THE_MIDDLE + NOBODY_STEPS) from error
         raise RuntimeError(LEFT_IN_THE_MIDDLE + OTHERS_MAY_STEP)
-
-    def _fail_for_all(self):
-        """Gradients are missing on this rank: end the group.
-
-        Buckets in GPU memory carry no flag that would tell the others.
-        """
-        reducer = self._sync.reducer
-        uses = self._sync.uses or [1] * len(self._params)
-        missing = [index for index, count in enumerate(uses) if reducer.seen(index) < count]
-        text = self._sync.missing_text({cdist.get_rank(self.process_group): missing})
-        (self.process_group or cdist.group.WORLD).abort(text)
-        raise RuntimeError(text)
