@@ -68,6 +68,8 @@ def test_errors():
         cdist.DataParallel(3)
     with pytest.raises(ValueError, match="at least 1"):
         cdist.DataParallel(Linear(), replicas=0)
+    with pytest.raises(TypeError, match="'w' is a float, not a cdist.Parameter"):
+        cdist.DataParallel(type("Plain", (), {"named_parameters": lambda self: [("w", 1.0)]})())
     with pytest.raises(ValueError, match="differ in length"):
         scatter((np.ones(3), np.ones(4)), 2)
 

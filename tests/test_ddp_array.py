@@ -2,11 +2,14 @@
 a step.
 """
 
+import copy
+
 import cdist
 import numpy as np
 import pytest
 from cdist.parallel import no_sync
 from cdist.testing import run
+from test_reducer import Producer
 
 WORLDS = [1, 2, 3, 4]
 
@@ -530,6 +533,9 @@ def test_foreign_parameters():
                 p.grad = np.full(p.data.shape, rank + step, p.data.dtype)
             ddp.synchronize()
             assert all((p.grad == step + 0.5).all() for p in ps.values())
+        ps["a"].grad = Producer(np.full(3, float(rank)))
+        ddp.synchronize()
+        assert (ps["a"].grad.array == 0.5).all()
         with ddp.no_sync():
             ddp.synchronize()
         if rank == 1:
@@ -561,6 +567,11 @@ def test_wrong_use():
             w.grad = np.zeros((6, 8))
         with pytest.raises(ValueError, match="shape"):
             w.accumulate_grad(np.zeros(3))
+        with pytest.raises(TypeError, match="gradient of complex128"):
+            w.accumulate_grad(np.zeros((6, 8), complex))
+        with pytest.raises(TypeError, match="pickle or copy ddp.module"):
+            copy.deepcopy(ddp)
+        assert copy.deepcopy(net).layers[0][0].grad is None
         with pytest.raises(ValueError, match="another"):
             cdist.DistributedDataParallel(net)
         with pytest.raises(ValueError, match="at least one"):

@@ -925,6 +925,24 @@ def test_sync_batch_norm_equals_the_whole_batch(sizes):
         close(outcome[2:], [*expected[2:4], *expected[6:8]], 1e-10)
 
 
+def test_sync_batch_norm_converts_shared_modules_once_and_has_no_second_derivative():
+    def body(rank, world):
+        import cdist.nn
+
+        norm = nn.BatchNorm1d(3)
+        made = cdist.nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(norm, nn.Sequential(norm)))
+        assert isinstance(made[0], cdist.nn.SyncBatchNorm)
+        assert made[1][0] is made[0]
+        x = torch.randn(4, 3).requires_grad_()
+        (gradient,) = torch.autograd.grad(made(x).pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+        with pytest.raises(ValueError, match="of 3 channels got an input of 5"):
+            made(torch.zeros(2, 5))
+
+    run(body, 1)
+
+
 # ---- uneven inputs
 
 

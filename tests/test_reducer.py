@@ -284,6 +284,34 @@ def test_read_only_and_strided_leaves():
     run(body, 2)
 
 
+class Producer:
+    """Offers its memory by DLPack and in no other way."""
+
+    def __init__(self, array):
+        self.array = array
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+def test_leaves_of_other_kinds():
+    """None where there is no parameter, numbers, DLPack alone, integers where the mean is none."""
+
+    def body(rank, world):
+        params = {"a": None, "b": [0.0, np.float32(0)], "c": Producer(np.zeros(2)), "d": np.zeros(2)}
+        reducer = cdist.GradientReducer(params)
+        produced = Producer(np.full(2, float(rank)))
+        grads = {"a": None, "b": [float(rank), np.float32(rank)], "c": produced, "d": np.full(2, rank)}
+        out = reducer.reduce(grads)
+        assert out["a"] is None
+        assert (out["b"], type(out["b"][0]), type(out["b"][1])) == ([0.5, 0.5], float, np.float32)
+        assert out["c"] is produced
+        assert (produced.array == 0.5).all()
+        assert out["d"].tolist() == [0.5, 0.5]
+        with pytest.raises(ValueError, match="where the parameter is None.*'a'"):
+            reducer.reduce({**grads, "a": 1.0})
+
+    run(body, 2)
+
+
 def test_weights_give_the_exact_global_mean():
     """K151: batches of 3 and 5 give the gradient of 8 samples."""
     rng = np.random.default_rng(0)
@@ -375,6 +403,14 @@ def test_wrong_gradients_are_refused_locally():
                 reducer.reduce({"b": np.zeros(2)})
             with pytest.raises(ValueError, match="shape"):
                 reducer.reduce({"a": np.zeros(3)})
+            with pytest.raises(TypeError, match="'a'.*is of complex128, its parameter of float64"):
+                reducer.reduce({"a": np.zeros(2, complex)})
+            with pytest.raises(TypeError, match="'a'.*is of int64; gradients are real or complex floats"):
+                cdist.GradientReducer({"a": np.zeros(2, np.int64)})
+            weighted = cdist.GradientReducer([np.zeros(1)], reduce="weights", init_sync=False)
+            for weight in (-1, float("nan"), float("inf")):
+                with pytest.raises(ValueError, match="weight must be a number from 0 on"):
+                    weighted.reduce([np.zeros(1)], weight=weight)
         reducer.reduce({"a": np.zeros(2)})
         with pytest.raises(ValueError, match="reduce must be one of"):
             cdist.GradientReducer([np.zeros(1)], reduce="median", init_sync=False)

@@ -1,8 +1,9 @@
 """The names of torch.nn.parallel that cdist offers."""
 
+from cdist.parallel.data_parallel import DataParallel, data_parallel
 from cdist.parallel.ddp import DistributedDataParallel
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DataParallel", "DistributedDataParallel", "data_parallel"]
 
 
 def __getattr__(name):

@@ -8,7 +8,15 @@ import numpy as np
 import cdist
 from cdist.parallel.gpu_buckets import GpuBuckets, empty_like, facts_of, is_on_gpu, same_place
 from cdist.parallel.join import Join, Joinable, JoinHook
-from cdist.parallel.parameter import Parameter, as_kind_of, broadcast_array, unique_parameters
+from cdist.parallel.parameter import (
+    Parameter,
+    as_kind_of,
+    broadcast_array,
+    check_dtype,
+    is_written_through,
+    to_numpy,
+    unique_parameters,
+)
 from cdist.parallel.synchronizer import LOCAL, REDUCE, Gradient, Synchronizer, bucket_caps, debugging
 from cdist.parallel.verify import agree, agree_on_parameters
 
@@ -88,7 +96,9 @@ class ArrayDataParallel(Joinable):
         if not self._automatic and any(isinstance(p, Parameter) for _, p in trainable):
             raise TypeError("a module's parameters are either all cdist.Parameter or none is")
         gpu = same_place([(name, p.data) for name, p in trainable])
-        data = [np.asarray(p.data) if gpu is None else facts_of(p.data) for _, p in trainable]
+        data = [to_numpy(p.data) if gpu is None else facts_of(p.data) for _, p in trainable]
+        for name, d in zip(self._names, data, strict=True):
+            check_dtype(f"DistributedDataParallel: parameter {name!r}", d.dtype)
         gradients = [Gradient.of(name, d) for name, d in zip(self._names, data, strict=True)]
         self._gpu = None if gpu is None else GpuBuckets(self.process_group, gpu)
         self._shapes = [d.shape for d in data]
@@ -172,16 +182,14 @@ class ArrayDataParallel(Joinable):
                 view[...] = before
 
     def _accumulate(self, index, gradient, ready):
+        if not self._gpu:
+            gradient = to_numpy(gradient)
+        self._check_gradient(index, gradient)
         reducer = self._sync.reducer
         if not reducer.backward:
             self._begin_backward()
             reducer = self._sync.reducer
         view = self._views[index]
-        if np.shape(gradient) != view.shape:
-            raise ValueError(
-                f"parameter {self._names[index]!r}: gradient of shape {np.shape(gradient)} for a parameter "
-                f"of shape {view.shape}"
-            )
         if reducer.step == REDUCE and reducer.seen(index) >= (
             self._sync.uses[index] if self._sync.uses else 1
         ):
@@ -285,23 +293,21 @@ class ArrayDataParallel(Joinable):
         if self._gpu:
             self._reduce_foreign_on_gpu(given)
             return
+        arrays = [None if grad is None else to_numpy(grad) for grad in given]
+        for index, array in enumerate(arrays):
+            self._check_gradient(index, array)
         self._begin(REDUCE)
         reducer = self._sync.reducer
         for index in self._sync.order:
-            if given[index] is not None:
-                if np.shape(given[index]) != self._shapes[index]:
-                    raise ValueError(
-                        f"parameter {self._names[index]!r}: gradient of shape {np.shape(given[index])} for a "
-                        f"parameter of shape {self._shapes[index]}"
-                    )
-                np.copyto(self._views[index], given[index], casting="same_kind")
+            if arrays[index] is not None:
+                np.copyto(self._views[index], arrays[index], casting="same_kind")
                 reducer.ready(index)
         self._has_grad = [grad is not None for grad in given]
         self._finish()
         for index, (_, p) in enumerate(self._trainable):
             grad = given[index]
-            if isinstance(grad, np.ndarray) and grad.flags.writeable:
-                grad[...] = self._views[index]
+            if grad is not None and is_written_through(grad, arrays[index]):
+                arrays[index][...] = self._views[index]
             elif self._has_grad[index]:
                 p.grad = as_kind_of(grad if grad is not None else p.data, self._views[index].copy())
 
@@ -327,6 +333,20 @@ class ArrayDataParallel(Joinable):
             if self._has_grad[index] and given[index] is None:
                 given[index] = p.grad = empty_like(p.data)
         self._gpu.unpack(given, self._stream)
+
+    def _check_gradient(self, index, array):
+        if array is None:
+            return
+        if np.shape(array) != self._shapes[index]:
+            raise ValueError(
+                f"parameter {self._names[index]!r}: gradient of shape {np.shape(array)} for a parameter of "
+                f"shape {self._shapes[index]}"
+            )
+        if not self._gpu and not np.can_cast(array.dtype, self._dtypes[index], "same_kind"):
+            raise TypeError(
+                f"parameter {self._names[index]!r}: gradient of {array.dtype} for a parameter of "
+                f"{self._dtypes[index]}"
+            )
 
     # ---- which passes are synchronised
 
@@ -354,8 +374,8 @@ class ArrayDataParallel(Joinable):
         """
         if self.reduce != "weights":
             raise ValueError(f"set_weight is for reduce='weights', not {self.reduce!r}")
-        if not weight >= 0:
-            raise ValueError(f"weight must not be negative: {weight}")
+        if not 0 <= weight < np.inf:
+            raise ValueError(f"weight must be a number from 0 on, not {weight}")
         self._sync.weight = float(weight)
 
     def optimizer_step(self, step, *args, **kwargs):
@@ -424,6 +444,11 @@ class ArrayDataParallel(Joinable):
                 self.module.set_buffer(name, new)
             elif not on_gpu:
                 np.copyto(value, new)
+
+    def __reduce__(self):
+        raise TypeError(
+            "a DistributedDataParallel over an array module belongs to its process: pickle or copy ddp.module"
+        )
 
     # ---- uneven inputs
 
@@ -547,6 +572,6 @@ def _walk_batches(module, steps, batches):
 
 def _describe(name, parameter, trainable):
     on_gpu = is_on_gpu(parameter.data)
-    data = facts_of(parameter.data) if on_gpu else np.asarray(parameter.data)
+    data = facts_of(parameter.data) if on_gpu else to_numpy(parameter.data)
     where = " on a GPU" if on_gpu else ""
     return f"{name!r}: {data.dtype} {data.shape}{where}{'' if trainable else ', frozen'}"

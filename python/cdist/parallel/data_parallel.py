@@ -69,7 +69,13 @@ class ArrayReplicas:
             raise ValueError(f"replicas must be at least 1, not {replicas}")
         self.module = module
         self.dim = dim
-        self._parameters = [p for _, p in unique_parameters(module)]
+        named = unique_parameters(module)
+        for name, p in named:
+            if not isinstance(p, Parameter):
+                raise TypeError(
+                    f"DataParallel: parameter {name!r} is a {type(p).__name__}, not a cdist.Parameter"
+                )
+        self._parameters = [p for _, p in named]
         self._replicas = [self._copy() for _ in range(replicas)]
 
     def _copy(self):

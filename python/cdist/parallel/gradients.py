@@ -6,7 +6,7 @@ import numpy as np
 
 import cdist
 from cdist.parallel.gpu_buckets import GpuBuckets, facts_of, is_on_gpu, same_place
-from cdist.parallel.parameter import as_kind_of
+from cdist.parallel.parameter import as_kind_of, check_dtype, is_written_through, to_numpy
 from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_caps
 from cdist.parallel.verify import agree_on_parameters
 
@@ -68,23 +68,6 @@ def _is_foreign_tree(tree):
     return not jax.tree_util.all_leaves([tree])
 
 
-def to_numpy(leaf):
-    """Return the values of a leaf as a NumPy array, uncopied if the framework shares it. CPU only."""
-    if isinstance(leaf, np.ndarray):
-        return leaf
-    kind = type(leaf).__module__.split(".")[0]
-    if kind == "torch":
-        leaf = leaf.detach()
-        if str(leaf.dtype) == "torch.bfloat16":
-            raise TypeError(
-                "GradientReducer: give torch gradients of bfloat16 to DistributedDataParallel, or as float32"
-            )
-        return leaf.numpy()
-    if kind == "tinygrad":
-        return leaf.numpy()
-    return np.asarray(leaf)
-
-
 class GradientReducer:
     """Averages gradients over the ranks, for code that computes them itself.
 
@@ -96,9 +79,9 @@ class GradientReducer:
             grads = reducer.reduce(grads)
 
     `params`: arrays, or any nest of dicts, lists and tuples of arrays (JAX's registered containers too), that
-    have the structure, shapes and dtypes of the gradients; only these are used. All ranks must give the same;
-    a difference raises RuntimeError on every rank (not with init_sync=False). `reduce`: 'mean', 'sum', or
-    'weights' (see :meth:`reduce`).
+    have the structure, shapes and dtypes of the gradients; only these are used. None stands for no parameter,
+    and its gradient is None. All ranks must give the same; a difference raises RuntimeError on every rank
+    (not with init_sync=False). `reduce`: 'mean', 'sum', or 'weights' (see :meth:`reduce`).
     """
 
     def __init__(
@@ -113,10 +96,14 @@ class GradientReducer:
     ):
         self.process_group = process_group
         self.find_unused_parameters = find_unused_parameters
-        leaves = flatten(params)
+        tree = flatten(params)
+        self._places = [(name, leaf is not None) for name, leaf in tree]
+        leaves = [(name, leaf) for name, leaf in tree if leaf is not None]
         gpu = same_place(leaves)
         arrays = [to_numpy(leaf) if gpu is None else facts_of(leaf) for _, leaf in leaves]
         self._names = [name for name, _ in leaves]
+        for name, array in zip(self._names, arrays, strict=True):
+            check_dtype(f"GradientReducer: {name}", array.dtype)
         self._shapes = [array.shape for array in arrays]
         self._dtypes = [array.dtype for array in arrays]
         where = "" if gpu is None else " on a GPU"
@@ -153,40 +140,61 @@ class GradientReducer:
         `grads` has the structure of the parameters; a leaf may be None if find_unused_parameters is set (it
         counts as zeros; None on all ranks stays None), otherwise RuntimeError on every rank.
 
-        Returns the same structure. Writable NumPy arrays, torch's tensors and arrays in GPU memory (CuPy and
-        whatever else has a CUDA array interface or DLPack; where the parameters lie there too) are reduced in
-        place and returned; for other leaves new arrays of the same kind. JAX's and tinygrad's go through host
-        memory. On GPUs the call returns at once: the results are in order with the current stream, and a
+        Returns the same structure. Writable NumPy arrays, torch's tensors, objects that offer their memory by
+        DLPack alone and arrays in GPU memory (CuPy and whatever else has a CUDA array interface or DLPack;
+        where the parameters lie there too) are reduced in place and returned; for other leaves new arrays of
+        the same kind (NumPy's where that is not known), for numbers numbers. JAX's and tinygrad's go through
+        host memory. On GPUs the call returns at once: the results are in order with the current stream, and a
         gradient that is missing on another rank is told by the next call.
 
         `weight`: with reduce='weights' this rank's number of samples (tokens, …); the result is the weighted
         mean, exact for uneven batches.
         """
-        leaves = flatten(grads)
-        if [name for name, _ in leaves] != self._names:
-            mine, theirs = set(self._names), {name for name, _ in leaves}
-            raise ValueError(
-                "gradients do not have the structure of the parameters: "
-                f"missing {sorted(mine - theirs)[:5]}, unknown {sorted(theirs - mine)[:5]}"
-            )
+        leaves = self._leaves(grads)
         if self._gpu:
-            arrays = [self._facts(name, leaf) for name, leaf in leaves]
+            arrays = [self._facts(name, leaf) for name, leaf in zip(self._names, leaves, strict=True)]
         else:
-            arrays = [None if leaf is None else to_numpy(leaf) for _, leaf in leaves]
-        for name, array, shape in zip(self._names, arrays, self._shapes, strict=True):
-            if array is not None and array.shape != shape:
+            arrays = [None if leaf is None else to_numpy(leaf) for leaf in leaves]
+        for name, array, shape, dtype in zip(self._names, arrays, self._shapes, self._dtypes, strict=True):
+            if array is None:
+                continue
+            if array.shape != shape:
                 raise ValueError(f"gradient {name} has shape {array.shape}, its parameter {shape}")
+            if not self._gpu and not np.can_cast(array.dtype, dtype, "same_kind"):
+                raise TypeError(f"gradient {name} is of {array.dtype}, its parameter of {dtype}")
         if weight is not None:
             if self._sync.reduce != "weights":
                 raise ValueError(f"weight is for reduce='weights', not {self._sync.reduce!r}")
+            if not 0 <= weight < np.inf:
+                raise ValueError(f"weight must be a number from 0 on, not {weight}")
             self._sync.weight = float(weight)
         if self._gpu:
-            return rebuild(grads, iter(self._run_on_gpu([leaf for _, leaf in leaves], arrays)))
-        used = self._run(arrays)
-        results = (
-            self._result(index, leaf, arrays[index], used[index]) for index, (_, leaf) in enumerate(leaves)
-        )
-        return rebuild(grads, iter(list(results)))
+            results = iter(self._run_on_gpu(leaves, arrays))
+        else:
+            used = self._run(arrays)
+            results = iter(
+                [self._result(index, leaf, arrays[index], used[index]) for index, leaf in enumerate(leaves)]
+            )
+        return rebuild(grads, iter([next(results) if is_there else None for _, is_there in self._places]))
+
+    def _leaves(self, grads):
+        """Return the gradients of the parameters, in their order."""
+        leaves = flatten(grads)
+        theirs, mine = [name for name, _ in leaves], [name for name, _ in self._places]
+        if theirs != mine:
+            raise ValueError(
+                "gradients do not have the structure of the parameters: "
+                f"missing {sorted(set(mine) - set(theirs))[:5]}, "
+                f"unknown {sorted(set(theirs) - set(mine))[:5]}"
+            )
+        extra = [
+            name
+            for (name, leaf), (_, is_there) in zip(leaves, self._places, strict=True)
+            if leaf is not None and not is_there
+        ]
+        if extra:
+            raise ValueError(f"gradients where the parameter is None: {extra[:5]}")
+        return [leaf for (_, leaf), (_, is_there) in zip(leaves, self._places, strict=True) if is_there]
 
     def _facts(self, name, leaf):
         if leaf is None:
@@ -244,8 +252,11 @@ class GradientReducer:
         if not used:
             return None
         view = self._views[index]
-        shares = isinstance(leaf, np.ndarray) or type(leaf).__module__.split(".")[0] == "torch"
-        if shares and array.flags.writeable:
+        if (
+            leaf is not None
+            and is_written_through(leaf, array)
+            and np.can_cast(view.dtype, array.dtype, "same_kind")
+        ):
             array[...] = view
             return leaf
         return view.copy() if leaf is None else as_kind_of(leaf, view.copy())

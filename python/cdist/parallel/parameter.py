@@ -79,6 +79,10 @@ class Parameter:
             owner, index = self._link
             owner._forget(index)
 
+    def __reduce__(self):
+        """Pickle and copy without the gradient, as torch does, and outside of DistributedDataParallel."""
+        return type(self), (self.data, self.name, self.requires_grad)
+
     def __repr__(self):
         return f"Parameter({self.name or ''}{': ' if self.name else ''}{self.data.dtype} {self.data.shape})"
 
@@ -93,31 +97,81 @@ def unique_parameters(module, ignored=()):
     return found
 
 
+def _kind(value):
+    """Return the package that the type of a value belongs to."""
+    return type(value).__module__.split(".")[0]
+
+
+def _is_producer_only(value):
+    """Tell whether a value offers its memory by DLPack and in no way that NumPy would take by itself."""
+    return hasattr(value, "__dlpack__") and not hasattr(value, "__array__")
+
+
+def to_numpy(leaf):
+    """Return the values of a leaf as a NumPy array, uncopied if the framework shares it. CPU only."""
+    if isinstance(leaf, np.ndarray):
+        return leaf
+    if _kind(leaf) == "torch":
+        leaf = leaf.detach()
+        if str(leaf.dtype) == "torch.bfloat16":
+            raise TypeError(
+                "GradientReducer: give torch gradients of bfloat16 to DistributedDataParallel, or as float32"
+            )
+        return leaf.numpy()
+    if _kind(leaf) == "tinygrad":
+        return leaf.numpy()
+    if _is_producer_only(leaf):
+        return np.from_dlpack(leaf)
+    return np.asarray(leaf)
+
+
+def is_written_through(value, array):
+    """Tell whether writing to `array`, made by to_numpy, changes the value itself."""
+    shares = isinstance(value, np.ndarray) or _kind(value) == "torch" or _is_producer_only(value)
+    return shares and array.flags.writeable
+
+
+def check_dtype(what, dtype):
+    """Raise TypeError unless gradients can be of this dtype (NumPy's, or its name)."""
+    if str(dtype) != "bfloat16" and np.dtype(dtype).kind not in "fc":
+        raise TypeError(f"{what} is of {dtype}; gradients are real or complex floats")
+
+
 def broadcast_array(holder, attribute, group, src=0):
     """Give holder.attribute the values of group rank `src`.
 
-    In place where it is a writable NumPy array or lies in GPU memory.
+    In place where its memory can be written to, also on a GPU.
     """
     value = getattr(holder, attribute)
-    if is_on_gpu(value) or (isinstance(value, np.ndarray) and value.flags.writeable):
+    if is_on_gpu(value):
         cdist.broadcast(value, group_src=src, group=group)
         return
-    copy = np.array(value)
+    array = to_numpy(value)
+    if is_written_through(value, array):
+        cdist.broadcast(array, group_src=src, group=group)
+        return
+    copy = np.array(array)
     cdist.broadcast(copy, group_src=src, group=group)
     setattr(holder, attribute, as_kind_of(value, copy))
 
 
 def as_kind_of(example, array):
-    """`array` (NumPy, not shared with anybody) as the kind of array that `example` is."""
-    if isinstance(example, np.ndarray) or np.isscalar(example):
+    """`array` (NumPy, not shared with anybody) as the kind of array or number that `example` is."""
+    if isinstance(example, np.ndarray):
         return array
-    kind = type(example)
-    if kind.__module__.split(".")[0] in ("jax", "jaxlib"):
+    if np.isscalar(example):
+        return array[()] if isinstance(example, np.generic) else array.item()
+    if _kind(example) in ("jax", "jaxlib"):
         import jax.numpy
 
         return jax.numpy.asarray(array)
-    if kind.__module__.split(".")[0] == "torch":
+    if _kind(example) == "torch":
         import torch
 
         return torch.from_numpy(array)
-    return kind(array)
+    if _is_producer_only(example):
+        return array
+    try:
+        return type(example)(array)
+    except TypeError:  # nobody knows how one is made
+        return array

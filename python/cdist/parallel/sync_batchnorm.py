@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 import cdist
@@ -46,6 +47,7 @@ class _Normalize(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
+    @once_differentiable  # nothing is differentiated through the all_reduce
     def backward(ctx, gradient):
         normal, weight, inverse, total = ctx.saved_tensors
         wide = gradient.to(normal.dtype)
@@ -86,6 +88,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
         if x.shape[1] == 0:
             raise ValueError("SyncBatchNorm number of input channels should be non-zero")
+        if x.shape[1] != self.num_features:
+            raise ValueError(f"SyncBatchNorm of {self.num_features} channels got an input of {x.shape[1]}")
 
     def _update(self, mean, unbiased):
         if not self.track_running_stats or self.running_mean is None:
@@ -110,6 +114,13 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
         """Replace every BatchNorm*d (and torch's SyncBatchNorm) in the module; parameters are shared."""
+        return cls._convert(module, process_group, {})
+
+    @classmethod
+    def _convert(cls, module, process_group, known):
+        """`known`: what was made of modules by id, since one may stand in several places."""
+        if id(module) in known:
+            return known[id(module)]
         made = module
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
             made = cls(
@@ -125,6 +136,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             made.running_mean, made.running_var = module.running_mean, module.running_var
             made.num_batches_tracked = module.num_batches_tracked
             made.training = module.training
-        for name, child in module.named_children():
-            made.add_module(name, cls.convert_sync_batchnorm(child, process_group))
+        known[id(module)] = made
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                made.add_module(name, cls._convert(child, process_group, known))
         return made

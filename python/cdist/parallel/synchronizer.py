@@ -156,7 +156,8 @@ class Synchronizer:
     def _apply_weight(self):
         if self.weight is None:
             raise ValueError(
-                "reduce='weights' needs set_weight(number of local samples) before each backward pass"
+                "reduce='weights' needs set_weight(number of local samples) before each backward pass, or "
+                "weight= of GradientReducer.reduce"
             )
         total = np.array([self.weight], np.float64)
         cdist.all_reduce(total, group=self.group)

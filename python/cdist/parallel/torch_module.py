@@ -499,8 +499,8 @@ class TorchDataParallel(
         """With reduce='weights': this rank's number of samples in the next synchronised pass."""
         if self.reduce != "weights":
             raise ValueError(f"set_weight is for reduce='weights', not {self.reduce!r}")
-        if not weight >= 0:
-            raise ValueError(f"weight must not be negative: {weight}")
+        if not 0 <= weight < np.inf:
+            raise ValueError(f"weight must be a number from 0 on, not {weight}")
         self._sync.weight = float(weight)
 
     # ---- uneven inputs
