@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -46,6 +47,23 @@ NVCC_TARGETS = [
 ]
 
 
+def compile_kernels(nvcc, kernels, fatbin, is_named):
+    """Return nvcc's image of the kernels; b"", with a warning, where it fails and nobody has named it."""
+    flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-fatbin", *NVCC_TARGETS]
+    try:
+        subprocess.run([nvcc, *flags, str(kernels), "-o", str(fatbin)], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"exit status {error.returncode}"
+        if is_named:
+            raise SystemExit(f"CDIST_NVCC={nvcc} does not compile the GPU kernels: {why}") from None
+        print(
+            f"warning: {nvcc} does not compile the GPU kernels ({why}): NVRTC will, at first use",
+            file=sys.stderr,
+        )
+        return b""
+    return fatbin.read_bytes()
+
+
 def embed_kernels(folder):
     """Write the GPU kernels as a C file: nvcc's image where there is nvcc; always their source, for NVRTC."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,14 +75,13 @@ def embed_kernels(folder):
     newest = max(path.stat().st_mtime for path in (kernels, params, ROOT / "setup.py"))
     if made.exists() and made.stat().st_mtime > newest and made.read_text().startswith(stamp):
         return made
-    image = b"\0"
-    if nvcc:
-        fatbin = folder / "kernels.fatbin"
-        flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-fatbin", *NVCC_TARGETS]
-        subprocess.run([nvcc, *flags, str(kernels), "-o", str(fatbin)], check=True)
-        image = fatbin.read_bytes()
+    image = (
+        compile_kernels(nvcc, kernels, folder / "kernels.fatbin", "CDIST_NVCC" in os.environ) if nvcc else b""
+    )
     source = kernels.read_text().replace('#include "cuda/kernel_params.h"', params.read_text())
-    image_bytes, source_bytes = (",".join(map(str, b)) for b in (image, source.encode("ascii", "replace")))
+    image_bytes, source_bytes = (
+        ",".join(map(str, b)) for b in (image or b"\0", source.encode("ascii", "replace"))
+    )
     made.write_text(
         f'{stamp}#include "cuda/kernels.h"\n'
         f"const unsigned char cd_kernels_image[] CD_ALIGNED(64) = {{{image_bytes}}};\n"

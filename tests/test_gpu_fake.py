@@ -114,6 +114,72 @@ def test_arrays_on_another_gpu_are_refused(fakes):
         assert value == 4.0
 
 
+def test_bad_calls_raise_on_the_calling_rank_before_anything_is_launched(fakes):
+    def body(rank, world):
+        mine, other = fake_gpu.Module(rank), fake_gpu.Module(rank + 2)
+        x, far, host, short = (
+            mine.put(np.ones(3)),
+            other.put(np.ones(3)),
+            np.ones(3),
+            mine.put(np.ones(3, "int16")),
+        )
+        cdist.all_reduce(x)
+        calls = [
+            lambda: cdist.all_gather([mine.put(np.ones(3)), far], x),
+            lambda: cdist.all_gather_into_tensor(other.put(np.ones(6)), x),
+            lambda: cdist.all_reduce(far, async_op=True),
+            lambda: cdist.all_gather([mine.put(np.ones(3)), host], x),
+            lambda: cdist.all_gather_into_tensor(np.ones(6), x),
+            lambda: cdist.all_reduce(short),
+            lambda: cdist.all_reduce(short, async_op=True),
+            lambda: cdist.reduce_scatter_tensor(mine.put(np.ones(1, "int16")), mine.put(np.ones(2, "int16"))),
+        ]
+        outcomes = (
+            [outcome(call) for call in calls] if rank == 0 else []
+        )  # the other rank waits for none of it
+        cdist.all_reduce(x)
+        return outcomes, mine.get(x).tolist()
+
+    (outcomes, value), (_, other_value) = run(body, 2, environ=fakes, check_leftovers=False)
+    assert value == other_value == [4.0] * 3
+    for kind, text in outcomes[:3]:
+        assert issubclass(kind, ValueError)
+        assert "lies on GPU 2, but this rank's part of the group runs on GPU 0" in text
+    for kind, text in outcomes[3:5]:
+        assert issubclass(kind, ValueError)
+        assert "different devices (CPU and CUDA)" in text
+    for kind, text in outcomes[5:]:
+        assert issubclass(kind, TypeError)
+        assert "NCCL does not reduce int16" in text
+
+
+def test_a_rank_without_a_gpu_is_named_on_all_ranks(fakes):
+    def body(rank, world):
+        x = fake_gpu.Module(rank).put(np.ones(3))
+        if rank == 1:
+            os.environ["FAKE_CUDA_DEVICES"] = "0"
+        wrong = outcome(lambda: cdist.all_reduce(x))
+        y = np.ones(3)
+        cdist.all_reduce(y)  # in host memory all is as before
+        return wrong, y.tolist()
+
+    outcomes = run(body, 2, environ=fakes, check_leftovers=False)
+    for (kind, text), value in outcomes:
+        assert issubclass(kind, TypeError)
+        assert "the CUDA driver sees no GPU" in text
+        assert value == [2.0] * 3
+    assert "rank 1 on " in outcomes[0][0][1]
+
+
+def test_arrays_in_host_memory_are_reduced_in_a_group_for_gpus_too():
+    def body(rank, world):
+        x = np.full(3, rank + 1.0)
+        cdist.all_reduce(x)
+        return x.tolist()
+
+    assert run(body, 2, backend="nccl", environ={"CDIST_CUDA_LIB": "/nowhere"}) == [[3.0] * 3] * 2
+
+
 def beside_a_killed_rank(fakes, call):
     """What call(module, array) returns on rank 0 after rank 1 was killed, both connected by an all_reduce."""
 
