@@ -351,6 +351,27 @@ def test_registered_memory_within_a_coalesced_group(fakes):
     assert run(body, 2, environ=fakes, check_leftovers=False) == [2.0, 2.0]
 
 
+def test_a_coalesced_group_waits_for_that_of_another_thread(fakes):
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x, y = xp.put(np.ones(3)), xp.put(np.ones(3))
+        cdist.all_reduce(x)
+
+        def coalesce(array, within=None):
+            with cdist._coalescing_manager(device="cuda"):
+                cdist.all_reduce(array)
+                if within:
+                    within.start()
+                    time.sleep(0.3)
+
+        other = threading.Thread(target=coalesce, args=(y,))
+        coalesce(x, other)
+        other.join()
+        return xp.get(x).tolist(), xp.get(y).tolist()
+
+    assert run(body, 2, environ=fakes, check_leftovers=False) == [([4.0] * 3, [2.0] * 3)] * 2
+
+
 def test_registered_memory_while_another_thread_waits_to_connect(fakes):
     """Whoever allocates waits for it without the interpreter lock, which the waiting one wants."""
 

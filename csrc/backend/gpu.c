@@ -10,14 +10,22 @@ static cd_gpu_backend *of(cd_backend *backend)
     return (cd_gpu_backend *)backend;
 }
 
-/* A coalesced group holds the lock from begin to end; its owner comes in again. */
-static bool owns_group(const cd_gpu_backend *b)
-{
-    return b->grouping && pthread_equal(b->group_owner, pthread_self());
-}
+/* Lock and context around each entry point. */
+typedef struct {
+    bool locked, pushed;
+} visit;
 
 /* The caller may hold what the present owner needs to go on (Python's interpreter lock): patience gives it up. */
-static cd_status lock_patiently(cd_gpu_backend *b, const cd_patience *patience)
+cd_status cd_gpu_lock(cd_gpu_backend *b, const cd_patience *patience)
+{
+    cd_waiter waiter = cd_waiter_start(patience);
+    while (cd_unlikely(pthread_mutex_trylock(&b->lock) != 0))
+        CD_TRY(cd_waiter_turn(&waiter));
+    return CD_OK;
+}
+
+/* An operation's place among those of another thread's coalesced group would be a matter of luck. */
+static cd_status lock_for_operation(cd_gpu_backend *b, const cd_patience *patience)
 {
     cd_waiter waiter = cd_waiter_start(patience);
     while (cd_unlikely(pthread_mutex_trylock(&b->lock) != 0)) {
@@ -34,11 +42,11 @@ static void leave(cd_gpu_backend *b)
     pthread_mutex_unlock(&b->lock);
 }
 
-cd_status cd_gpu_visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience, cd_gpu_visit *v)
+static cd_status visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience, visit *v)
 {
-    v->locked = !owns_group(b);
+    v->locked = !cd_gpu_owns_group(b);
     if (v->locked) {
-        CD_TRY(lock_patiently(b, patience));
+        CD_TRY(lock_for_operation(b, patience));
         cd_gpu_go_in(b, kind, patience->deadline);
     }
     cd_status status = cd_gpu_enter(&b->gpu, &v->pushed);
@@ -47,7 +55,7 @@ cd_status cd_gpu_visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience 
     return status;
 }
 
-void cd_gpu_visit_end(cd_gpu_backend *b, const cd_gpu_visit *v, cd_status status)
+static void visit_end(cd_gpu_backend *b, const visit *v, cd_status status)
 {
     if (cd_unlikely(cd_status_is_sticky(status) || status == CD_INTERRUPTED))
         atomic_store(&b->broken, true);
@@ -95,13 +103,13 @@ static cd_status gpu_run(cd_backend *backend, const cd_op *op, const cd_patience
 {
     cd_gpu_backend *b = of(backend);
     cd_event *barrier = 0;
-    cd_gpu_visit v;
-    CD_TRY(cd_gpu_visit_begin(b, op->kind, patience, &v));
+    visit v;
+    CD_TRY(visit_begin(b, op->kind, patience, &v));
     cd_status status = cd_gpu_launch(b, op, op->stream, patience);
     if (cd_likely(status == CD_OK))
         status = b->grouping ? note_grouped(b, op, patience)
                              : note_running(b, op, patience, op->kind == CD_BARRIER ? &barrier : 0);
-    cd_gpu_visit_end(b, &v, status);
+    visit_end(b, &v, status);
     /* The one operation without data that a stream could order: the host itself waits. */
     if (barrier && !barrier->captured)
         status = cd_gpu_event_wait_host(barrier, patience);
@@ -130,12 +138,12 @@ static cd_status gpu_start(cd_backend *backend, const cd_op *op, const cd_patien
 {
     cd_gpu_backend *b = of(backend);
     cd_event *event = 0;
-    cd_gpu_visit v;
-    CD_TRY(cd_gpu_visit_begin(b, op->kind, patience, &v));
+    visit v;
+    CD_TRY(visit_begin(b, op->kind, patience, &v));
     cd_status status = cd_gpu_event_take(b, op, patience, &event);
     if (status == CD_OK)
         status = start_in_own_stream(b, op, patience, event);
-    cd_gpu_visit_end(b, &v, status);
+    visit_end(b, &v, status);
     if (cd_unlikely(status != CD_OK)) {
         if (event)
             cd_gpu_event_unref(event);
@@ -149,9 +157,9 @@ static cd_status gpu_start(cd_backend *backend, const cd_op *op, const cd_patien
 static cd_status gpu_group_begin(cd_backend *backend, const cd_patience *patience)
 {
     cd_gpu_backend *b = of(backend);
-    if (owns_group(b))
+    if (cd_gpu_owns_group(b))
         return cd_fail(CD_BAD_ARGUMENT, "a coalesced group is already open in this thread");
-    CD_TRY(lock_patiently(b, patience));
+    CD_TRY(cd_gpu_lock(b, patience));
     /* Inside until the group ends, since NCCL remembers the communicator until then: an abort meanwhile frees nothing. */
     cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
     if (!atomic_load(&b->comm) || b->nccl.group_start() != CD_NCCL_SUCCESS) {
@@ -186,7 +194,7 @@ static cd_status gpu_group_end(cd_backend *backend, const cd_patience *patience)
 {
     cd_gpu_backend *b = of(backend);
     bool pushed;
-    if (!owns_group(b))
+    if (!cd_gpu_owns_group(b))
         return cd_fail(CD_BAD_ARGUMENT, "no coalesced group is open in this thread");
     b->grouping = false;
     cd_gpu_go_in(b, CD_SEND, patience->deadline);
@@ -197,7 +205,7 @@ static cd_status gpu_group_end(cd_backend *backend, const cd_patience *patience)
         status = comm ? cd_gpu_settle(b, comm, result, "coalesced operations", patience) : cd_gpu_cause(b);
     cd_status after = cd_gpu_finish_deferred(b, status == CD_OK);
     status = record_grouped(b, status == CD_OK ? after : status);
-    cd_gpu_visit_end(b, &(cd_gpu_visit){.locked = true, .pushed = pushed}, status);
+    visit_end(b, &(visit){.locked = true, .pushed = pushed}, status);
     return status;
 }
 

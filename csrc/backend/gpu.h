@@ -10,7 +10,7 @@ cd_status cd_gpu_supports(cd_kind kind, cd_redop redop, cd_dtype dtype);
 
 /* Device memory from NCCL's own allocator (ncclMemAlloc), registered with the group's communicator, so that collectives on it
  * need no staging; plain device memory where NCCL is older than 2.19. Local. Waits with patience while another thread is inside.
- * Errors: CD_NO_MEMORY, CD_GPU, CD_BAD_ARGUMENT (another thread has a coalesced group open), patience's. */
+ * Errors: CD_NO_MEMORY, CD_GPU, patience's. */
 cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
 /* The same from the driver, not registered. Its release waits for what still uses it, as the driver's does. */
 cd_status cd_gpu_alloc_plain(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);

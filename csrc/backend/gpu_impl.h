@@ -183,12 +183,13 @@ void cd_gpu_blocks_close(cd_gpu_backend *b);
 
 /* gpu.c */
 void cd_gpu_backend_unref(cd_gpu_backend *b);
-/* Lock and context around each entry point; the owner of a coalesced group, which holds the lock, comes in again. */
-typedef struct {
-    bool locked, pushed;
-} cd_gpu_visit;
-cd_status cd_gpu_visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience, cd_gpu_visit *out);
-void cd_gpu_visit_end(cd_gpu_backend *b, const cd_gpu_visit *visit, cd_status status);
+/* Takes `lock`; waits with patience, for another thread's coalesced group too. */
+cd_status cd_gpu_lock(cd_gpu_backend *b, const cd_patience *patience);
+/* A coalesced group holds the lock from begin to end; its owner comes in again. */
+static inline bool cd_gpu_owns_group(const cd_gpu_backend *b)
+{
+    return b->grouping && pthread_equal(b->group_owner, pthread_self());
+}
 
 /* True while the stream's work becomes a CUDA graph. The legacy default stream (0 and 1) cannot be captured. */
 static inline bool cd_gpu_is_captured(const cd_gpu_backend *b, cd_cu_stream stream)

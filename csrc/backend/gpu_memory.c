@@ -70,14 +70,24 @@ static cd_status alloc(cd_backend *backend, size_t bytes, bool plain, const cd_p
 {
     cd_gpu_backend *b = (cd_gpu_backend *)backend;
     cd_gpu_block block;
-    cd_gpu_visit visit;
-    CD_TRY(cd_gpu_visit_begin(b, CD_BARRIER, patience, &visit));
-    if (!b->grouping)
-        sweep(b);
-    cd_status status = take(b, bytes ? bytes : 1, plain, &block);
-    if (status == CD_OK && (status = remember(b, &block)) != CD_OK)
-        give_back(b, &block);
-    cd_gpu_visit_end(b, &visit, status);
+    bool pushed, inside = cd_gpu_owns_group(b);
+    if (!inside) {
+        CD_TRY(cd_gpu_lock(b, patience));
+        cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
+    }
+    cd_status status = cd_gpu_enter(&b->gpu, &pushed);
+    if (status == CD_OK) {
+        if (!inside)
+            sweep(b);
+        status = take(b, bytes ? bytes : 1, plain, &block);
+        if (status == CD_OK && (status = remember(b, &block)) != CD_OK)
+            give_back(b, &block);
+        cd_gpu_leave(&b->gpu, pushed);
+    }
+    if (!inside) {
+        cd_gpu_come_out(b);
+        pthread_mutex_unlock(&b->lock);
+    }
     if (status == CD_OK)
         *out = block.memory;
     return status;
