@@ -1,9 +1,21 @@
 """cdist: the interface of torch.distributed on a C library of its own, for NumPy, CuPy, torch and JAX.
 
-The names below are loaded with the package; those of ``_LAZY`` at their first use.
+Started by ``cdistrun --nproc-per-node 2 script.py``, in every process::
+
+    import numpy as np
+    import cdist as dist
+
+    dist.init_process_group()
+    x = np.full(4, dist.get_rank() + 1.0)
+    dist.all_reduce(x)                # in place: the sum over all processes
+    dist.destroy_process_group()
+
+Each name has its own help: ``help(cdist.all_reduce)``. ``python -m cdist.settings`` lists the environment
+variables that are read, ``cdistrun --help`` the launcher's options.
 """
 
 import importlib
+import sys
 
 from cdist._core import Work
 from cdist.backends import (
@@ -99,6 +111,37 @@ from cdist.process_group import GroupMember, GroupName, ProcessGroup, group
 from cdist.rendezvous import register_rendezvous_handler, rendezvous  # eager: the name must stay the function
 from cdist.subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # what _LAZY loads, for editors and type checkers
+    from cdist.debugging import breakpoint, record_comm
+    from cdist.device_mesh import DeviceMesh, init_device_mesh
+    from cdist.elastic import shrink
+    from cdist.futures import Future
+    from cdist.memory import empty
+    from cdist.multiprocessing import spawn
+    from cdist.objects import (
+        all_gather_object,
+        broadcast_object_list,
+        gather_object,
+        recv_object_list,
+        scatter_object_list,
+        send_object_list,
+        set_allow_pickle,
+    )
+    from cdist.parallel import (
+        DataParallel,
+        DistributedDataParallel,
+        GradBucket,
+        GradientReducer,
+        Parameter,
+    )
+    from cdist.parallel import Join as Join
+    from cdist.parallel import Joinable as Joinable
+    from cdist.parallel import JoinHook as JoinHook
+    from cdist.recorder import dump
+    from cdist.sampler import DistributedSampler
+    from cdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+
 # name → module that is imported when the name is first asked for
 _LAZY = {
     **dict.fromkeys(
@@ -162,6 +205,8 @@ _LAZY_MODULES = frozenset(
         "algorithms",
     ]
 )
+
+__version__ = "0.1.0"
 
 __all__ = [
     # set-up
@@ -305,7 +350,8 @@ def __getattr__(name):
         return value
     if name in _LAZY_MODULES:
         return importlib.import_module(f"cdist.{name}")
-    raise AttributeError(f"module 'cdist' has no attribute {name!r}")
+    # With name and object Python can say which one was meant.
+    raise AttributeError(f"module 'cdist' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__():

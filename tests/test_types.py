@@ -1,0 +1,80 @@
+"""What an editor knows of cdist is true: names that are loaded late, and the stub of the extension."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import cdist
+import pytest
+from cdist import _core
+
+PACKAGE = Path(cdist.__file__).parent
+STUB = ast.parse((PACKAGE / "_core.pyi").read_text())
+# Of use to the package alone.
+PRIVATE = {"IndexIterator", "Reducer", "assign_buckets", "index_count", "index_fill", "settings"}
+
+
+def _parameters(runtime):
+    return [
+        (p.name, None if p.default is p.empty else p.default)
+        for p in inspect.signature(runtime).parameters.values()
+        if p.name != "self"
+    ]
+
+
+def _stub_parameters(function):
+    args = [a for a in function.args.posonlyargs + function.args.args if a.arg != "self"]
+    defaults = [ast.literal_eval(d) for d in function.args.defaults]
+    return [(a.arg, d) for a, d in zip(args, [None] * (len(args) - len(defaults)) + defaults, strict=True)]
+
+
+def _functions(body):
+    return {
+        node.name: node for node in body if isinstance(node, ast.FunctionDef) and node.name != "__getattr__"
+    }
+
+
+def _is_property(node):
+    return any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+
+
+CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
+
+
+def test_the_stub_has_the_functions_of_the_extension():
+    stubs = _functions(STUB.body)
+    for name, node in stubs.items():
+        assert _parameters(getattr(_core, name)) == _stub_parameters(node), name
+    public = {n for n in dir(_core) if not n.startswith("_") and inspect.isbuiltin(getattr(_core, n))}
+    assert public - PRIVATE <= set(stubs)
+
+
+def test_the_stub_has_the_classes_of_the_extension():
+    there = {n for n in dir(_core) if inspect.isclass(getattr(_core, n)) and not n.startswith("_")}
+    assert there - PRIVATE == set(CLASSES)
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_the_stub_has_the_methods_of_a_class(name):
+    kind, stubs = getattr(_core, name), _functions(CLASSES[name].body)
+    for method, node in stubs.items():
+        if method == "__init__":
+            assert _parameters(kind) == _stub_parameters(node)
+        elif not _is_property(node):
+            assert _parameters(getattr(kind, method)) == _stub_parameters(node), method
+        else:
+            assert inspect.isdatadescriptor(inspect.getattr_static(kind, method)), method
+    assert {method for method in vars(kind) if not method.startswith("_")} <= set(stubs)
+
+
+def test_names_that_are_loaded_late_are_imported_for_type_checkers():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    [block] = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    told = {alias.name: node.module for node in block.body for alias in node.names}
+    assert told == cdist._LAZY
+
+
+def test_a_slip_of_the_pen_is_told():
+    with pytest.raises(AttributeError) as caught:
+        cdist.allreduce  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("allreduce", cdist)
