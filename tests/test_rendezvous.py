@@ -142,7 +142,7 @@ cdist.init_process_group(timeout=1)
         ),
         (
             {"RANK": 0, "CDIST_TRANSPORT": "udp"},
-            "ValueError: CDIST_TRANSPORT should be auto or tcp, not 'udp'",
+            "ValueError: CDIST_TRANSPORT='udp' is none of auto, tcp",
         ),
     ],
 )

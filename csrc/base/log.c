@@ -12,16 +12,7 @@ static const char *const level_names[] = {"error", "warn", "info", "debug"};
 
 static bool setting_has(const char *word)
 {
-    const char *setting = cd_knob("CDIST_LOG");
-    size_t bytes = strlen(word);
-    while (*setting) {
-        size_t run = strcspn(setting, ", ");
-        if (run == bytes && strncmp(setting, word, bytes) == 0)
-            return true;
-        setting += run;
-        setting += strspn(setting, ", ");
-    }
-    return false;
+    return cd_knob_list_has(cd_knob("CDIST_LOG"), word, strlen(word));
 }
 
 /* 0 = to be read; otherwise level + 1. Every thread would compute the same value. */

@@ -24,9 +24,8 @@ enum { VOTE, COUNTER, FIRST_BUCKET };
 /* Ranks that have a core to spare let a worker reduce while they compute; others lose to it what it takes. */
 static bool wants_inline(const cd_group *group)
 {
-    const char *how = cd_knob("CDIST_REDUCER");
-    if (strcmp(how, "auto") != 0)
-        return strcmp(how, "inline") == 0;
+    if (!cd_knob_is("CDIST_REDUCER", "auto"))
+        return cd_knob_is("CDIST_REDUCER", "inline");
     return 2 * cd_world_local_size(cd_group_world((cd_group *)group)) > cd_host_cores();
 }
 

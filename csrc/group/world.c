@@ -22,9 +22,9 @@ static size_t line_up(size_t bytes)
 /* Bytes of the arena of one rank: a limit of addresses, not of memory. */
 static cd_status arena_bytes(size_t *bytes_p)
 {
-    if (strcmp(cd_knob("CDIST_ARENA_BYTES"), "auto") != 0) {
+    if (!cd_knob_is("CDIST_ARENA_BYTES", "auto")) {
         uint64_t asked;
-        CD_TRY(cd_knob_number("CDIST_ARENA_BYTES", 0, UINT64_C(1) << 40, &asked));
+        CD_TRY(cd_knob_number("CDIST_ARENA_BYTES", &asked));
         *bytes_p = line_up(asked);
         return CD_OK;
     }
@@ -102,7 +102,7 @@ static cd_status prepare(cd_world *w, const cd_world_config *c, cd_store *store)
     w->rank = c->rank;
     w->world = c->world;
     w->timeout_ns = c->timeout_ns;
-    w->force_tcp = c->force_tcp || strcmp(cd_knob("CDIST_TRANSPORT"), "tcp") == 0;
+    w->force_tcp = c->force_tcp || cd_knob_is("CDIST_TRANSPORT", "tcp");
     w->data_listener = -1;
     w->deputy = -1;
     atomic_init(&w->first_gone, -1);
@@ -130,7 +130,7 @@ static cd_status prepare(cd_world *w, const cd_world_config *c, cd_store *store)
     w->locals = 1;
     CD_TRY(arena_bytes(&w->host.arena_bytes));
     uint64_t stall_s;
-    CD_TRY(cd_knob_number("CDIST_STALL_SECONDS", 0, UINT32_MAX, &stall_s));
+    CD_TRY(cd_knob_number("CDIST_STALL_SECONDS", &stall_s));
     w->stall_ns = stall_s * CD_NS_PER_S;
     return open_alive_page(w);
 }

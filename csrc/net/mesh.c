@@ -22,29 +22,16 @@ static void init_changed(cd_mesh *mesh)
     pthread_condattr_destroy(&attributes);
 }
 
-static cd_status read_reach(cd_mesh_reach *reach_p)
-{
-    static const char *const names[] = {"auto", "always", "never"};
-    const char *text = cd_knob("CDIST_SINGLE_COPY");
-    for (int i = 0; i < 3; i++) {
-        if (strcmp(text, names[i]) == 0) {
-            *reach_p = (cd_mesh_reach)i;
-            return CD_OK;
-        }
-    }
-    return cd_fail(CD_BAD_ARGUMENT, "CDIST_SINGLE_COPY='%.100s' is none of auto, always, never", text);
-}
-
 cd_status cd_mesh_create(int rank, int world, cd_mesh **out)
 {
-    cd_mesh_reach reach = CD_MESH_REACH_AUTO;
+    int reach; /* the words of the setting are in the order of cd_mesh_reach */
     if (world < 1 || rank < 0 || rank >= world)
         return cd_fail(CD_BAD_ARGUMENT, "mesh: rank %d is not in a world of %d", rank, world);
-    CD_TRY(read_reach(&reach));
+    CD_TRY(cd_knob_choice("CDIST_SINGLE_COPY", &reach));
     cd_mesh *mesh = calloc(1, sizeof *mesh);
     if (!mesh)
         return cd_fail(CD_NO_MEMORY, "mesh: no memory for %zu bytes", sizeof *mesh);
-    mesh->reach = reach;
+    mesh->reach = (cd_mesh_reach)reach;
     mesh->rank = rank;
     mesh->world = world;
     mesh->event = -1;

@@ -199,18 +199,29 @@ cd_status cd_sock_accept(int listener, int *fd_p)
     return CD_OK;
 }
 
-cd_status cd_sock_listen_range(const char *address, int *fd_p, uint16_t *port_p)
+cd_status cd_sock_port_range(unsigned *first_p, unsigned *last_p)
 {
     const char *range = cd_knob("CDIST_PORT_RANGE");
-    if (!*range)
-        return cd_sock_listen(address, 0, fd_p, port_p);
+    unsigned first = 0, last = 0;
+    int used = 0;
+    bool is_read = !*range || (sscanf(range, "%u-%u%n", &first, &last, &used) == 2 && !range[used]);
+    if (!is_read || (*range && (first < 1 || last > 65535 || first > last)))
+        return cd_fail(CD_BAD_ARGUMENT, "CDIST_PORT_RANGE='%.100s' is not a range such as 20000-20100", range);
+    *first_p = first;
+    *last_p = last;
+    return CD_OK;
+}
+
+cd_status cd_sock_listen_range(const char *address, int *fd_p, uint16_t *port_p)
+{
     unsigned first, last;
-    if (sscanf(range, "%u-%u", &first, &last) != 2 || first < 1 || last > 65535 || first > last)
-        return cd_fail(CD_BAD_ARGUMENT, "CDIST_PORT_RANGE='%s' is not a range such as 20000-20100", range);
+    CD_TRY(cd_sock_port_range(&first, &last));
+    if (last == 0)
+        return cd_sock_listen(address, 0, fd_p, port_p);
     for (unsigned port = first; port <= last; port++)
         if (cd_sock_listen(address, (uint16_t)port, fd_p, port_p) == CD_OK)
             return CD_OK;
-    return cd_fail_prefix("no free port in CDIST_PORT_RANGE=%s: ", range);
+    return cd_fail_prefix("no free port in CDIST_PORT_RANGE=%u-%u: ", first, last);
 }
 
 /* Looking costs a system call of about 0.5 µs a turn; a round trip on loopback is below this, a sleep and wake-up are not. */

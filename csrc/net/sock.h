@@ -11,6 +11,8 @@
 
 #define CD_SOCK_TEXT_BYTES 72 /* "[address]:port" */
 
+/* CDIST_PORT_RANGE: its first and last port, 0 and 0 where it is not set. CD_BAD_ARGUMENT names it. */
+cd_status cd_sock_port_range(unsigned *first_p, unsigned *last_p);
 /* Listens on this address only, on a free port of CDIST_PORT_RANGE or any free port. */
 cd_status cd_sock_listen_range(const char *address, int *fd_p, uint16_t *port_p);
 /* Listens on address and port (0: any free). "0.0.0.0" and "::" (dual stack) are the wildcards, only on request.

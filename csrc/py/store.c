@@ -181,12 +181,23 @@ static int number_or(PyObject *value, const char *name, int fallback, int *out)
 }
 
 /* The launcher's store: torchrun's, or cdistrun's, which torch's clients use too. It speaks the plain protocol, also where the
- * job has a secret; that is for the connections between ranks then. */
+ * job has a secret; that is for the connections between ranks then. A script may have changed MASTER_PORT: cdistrun says which
+ * port is its own, of torchrun's nothing is known. */
 static bool is_agents_store(const char *host, int port)
 {
     const char *used = getenv("TORCHELASTIC_USE_AGENT_STORE");
     const char *address = getenv("MASTER_ADDR"), *number = getenv("MASTER_PORT");
-    return used && strcmp(used, "True") == 0 && address && strcmp(address, host) == 0 && number && atoi(number) == port;
+    int own = atoi(cd_knob("CDIST_AGENT_PORT"));
+    return used && strcmp(used, "True") == 0 && address && strcmp(address, host) == 0 && number && atoi(number) == port &&
+           (own == 0 || own == port);
+}
+
+static PyObject *tell_whether_agents(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *host;
+    int port;
+    return PyArg_ParseTuple(args, "si", &host, &port) ? PyBool_FromLong(is_agents_store(host, port)) : NULL;
 }
 
 static int tcp_init(PyObject *object, PyObject *args, PyObject *keywords)
@@ -484,8 +495,16 @@ int cd_py_store_get(cd_py_state *state, PyObject *object, cd_store **out)
     return cd_py_store_adapt(object, out); /* subclasses too: they may have replaced methods */
 }
 
+static PyMethodDef functions[] = {
+    {"_is_agents_store", tell_whether_agents, METH_VARARGS,
+     "_is_agents_store(host, port)\n--\n\nWhether the launcher's store is there, as far as the environment tells."},
+    {NULL, NULL, 0, NULL},
+};
+
 int cd_py_store_add(PyObject *module)
 {
+    if (PyModule_AddFunctions(module, functions) < 0)
+        return -1;
     cd_py_state *state = cd_py_state_of(module);
     PyObject **const places[] = {&state->store_type, &state->tcp_store_type, &state->file_store_type, &state->hash_store_type,
                                  &state->prefix_store_type};

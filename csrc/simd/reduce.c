@@ -1,11 +1,13 @@
 /* Which variant runs: decided at the first use, from the processor and CDIST_SIMD. */
 #include "simd/reduce.h"
 
+#include "base/knob.h"
+#include "base/log.h"
 #include "simd/reduce_variant.h"
 
 #include <stdatomic.h>
-#include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 /* Best first. */
 static const cd_reduce_variant *const variants[] = {
@@ -24,26 +26,30 @@ static _Atomic(const cd_reduce_variant *) chosen;
 static const cd_reduce_variant *find_variant(const char *name)
 {
     for (int i = 0; i < VARIANTS; i++)
-        if (strcmp(variants[i]->name, name) == 0 && variants[i]->runs())
+        if (strcasecmp(variants[i]->name, name) == 0 && variants[i]->runs())
             return variants[i];
     return NULL;
 }
 
-/* A name that is unknown or that this processor cannot run is passed over: cd_simd_name tells what runs. */
+/* A name that this processor cannot run is passed over with a warning: cd_simd_name tells what runs. */
 static const cd_reduce_variant *choose(void)
 {
-    const char *name = getenv("CDIST_SIMD");
-    const cd_reduce_variant *mine = name ? find_variant(name) : NULL;
+    const cd_reduce_variant *mine =
+        cd_knob_is("CDIST_SIMD", "auto") ? NULL : find_variant(cd_knob("CDIST_SIMD"));
+    bool is_passed_over = !mine && !cd_knob_is("CDIST_SIMD", "auto");
     for (int i = 0; !mine; i++) /* the last one runs everywhere */
         if (variants[i]->runs())
             mine = variants[i];
     const cd_reduce_variant *none = NULL;
     /* The first thread decides for all, even if the environment changes between two. Relaxed: the tables are
      * constants. */
-    if (atomic_compare_exchange_strong_explicit(&chosen, &none, mine, memory_order_relaxed,
-                                                memory_order_relaxed))
-        return mine;
-    return none;
+    if (!atomic_compare_exchange_strong_explicit(&chosen, &none, mine, memory_order_relaxed,
+                                                 memory_order_relaxed))
+        return none;
+    if (is_passed_over)
+        cd_log(CD_LOG_WARN, "CDIST_SIMD=%s: this build or processor has no such kernels; those used are %s",
+               cd_knob("CDIST_SIMD"), mine->name);
+    return mine;
 }
 
 static const cd_reduce_variant *get_variant(void)

@@ -156,29 +156,37 @@ class DebugLevel(enum.IntEnum):
 
 
 def _level_from_env() -> DebugLevel:
-    name = os.environ.get("TORCH_DISTRIBUTED_DEBUG") or os.environ.get("CDIST_DEBUG") or "OFF"
-    try:
-        return DebugLevel[name.upper()]
-    except KeyError:
-        raise ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL.") from None
+    for variable in ("CDIST_DEBUG", "TORCH_DISTRIBUTED_DEBUG"):
+        name = os.environ.get(variable)
+        if name:
+            try:
+                return DebugLevel[name.upper()]
+            except KeyError:
+                raise ValueError(f"{variable}={name!r} is none of OFF, INFO, DETAIL") from None
+    return DebugLevel.OFF
 
 
-_debug_level = _level_from_env()
+_debug_level: DebugLevel | None = None
 
 
 def get_debug_level() -> DebugLevel:
-    """Return the debug level, at first the one of the environment (TORCH_DISTRIBUTED_DEBUG, CDIST_DEBUG)."""
+    """Return the debug level: what was set, or what the environment says at the first use.
+
+    CDIST_DEBUG goes before TORCH_DISTRIBUTED_DEBUG. ValueError where it is none of OFF, INFO, DETAIL.
+    """
+    if _debug_level is None:
+        set_debug_level_from_env()
     return _debug_level
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Set the debug level."""
+    """Set the debug level: OFF, or INFO or DETAIL for extra checks."""
     global _debug_level
     _debug_level = DebugLevel(level)
 
 
 def set_debug_level_from_env() -> None:
-    """Set the debug level from the environment again."""
+    """Set the debug level from the environment again. ValueError as in get_debug_level."""
     set_debug_level(_level_from_env())
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from cdist import _core, backends, dump_signal
 from cdist.backends import Backend, BackendConfig
+from cdist.constants import get_debug_level
 from cdist.errors import DistError, DistStoreError, PeerLostError
 from cdist.process_group import GroupMember, ProcessGroup
 
@@ -69,7 +70,9 @@ def _as_timeout(timeout):
         isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     ):
         return timeout
-    raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout!r}")
+    raise TypeError(
+        f"Expected timeout argument to be of type datetime.timedelta, or a number of seconds, got {timeout!r}"
+    )
 
 
 def _bind_device(device_id):
@@ -176,7 +179,9 @@ def init_process_group(
 
     """
     if is_initialized():
-        raise ValueError("trying to initialize the default process group twice!")
+        raise ValueError(
+            "trying to initialize the default process group twice! Call destroy_process_group() in between"
+        )
     device = _bind_device(device_id)
     name, config = _pick_backend(backend, device)
     limit = backends.default_timeout(name) if timeout is None else _as_timeout(timeout)
@@ -232,19 +237,18 @@ def _meet(init_method, given, wanted_size, wanted_rank, limit):
     seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
     end = time.monotonic() + seconds
     left = limit
-    transport = os.environ.get("CDIST_TRANSPORT", "auto").lower() or "auto"
-    if transport not in ("auto", "tcp"):
-        raise ValueError(f"CDIST_TRANSPORT should be auto or tcp, not {transport!r}")
+    _core._check_settings()
+    get_debug_level()
+    secret = _secret()
     from cdist.rendezvous import check_rank
 
     while True:
         store, rank, world_size = _find_store(init_method, given, wanted_size, wanted_rank, left)
         check_rank(rank, world_size)
+        if rank == 0:
+            _core._report_unknown_settings()
         try:
-            made = ProcessGroup._open(
-                store, rank, world_size, "0", limit, left, secret=_secret(),
-                force_tcp=transport == "tcp",
-            )  # fmt: skip
+            made = ProcessGroup._open(store, rank, world_size, "0", limit, left, secret=secret)
         except DistStoreError:
             # The group before may have met at this address: until its rank 0 closes the server, a rank that
             # is ahead of it finds the old one. Everyone had joined that one already, which tells.
@@ -355,7 +359,10 @@ def destroy_process_group(group=None) -> None:
     if group is None:
         group = world
     if group is None:
-        raise AssertionError("Process group cannot be None")
+        raise AssertionError(
+            "Process group cannot be None: there is no default group (init_process_group was not called, or "
+            "destroy_process_group was called before)"
+        )
     if group not in _registry.groups:
         raise ValueError("Invalid process group specified")
     if group is not world:
@@ -396,9 +403,7 @@ def _given(group):
 def _known(group):
     group = _given(group)
     if not isinstance(group, ProcessGroup):
-        raise ValueError(
-            f"Group {group!r} is not registered, please create group with torch.distributed.new_group API"
-        )
+        raise ValueError(f"Group {group!r} is not registered, please create group with cdist.new_group")
     return group
 
 
@@ -478,9 +483,7 @@ def get_process_group_ranks(group) -> list:
 def get_group_rank(group, global_rank: int) -> int:
     """Return the rank in the group of a global rank."""
     if not isinstance(group, ProcessGroup) or group not in _registry.groups:
-        raise ValueError(
-            f"Group {group} is not registered, please create group with torch.distributed.new_group API"
-        )
+        raise ValueError(f"Group {group} is not registered, please create group with cdist.new_group")
     if global_rank not in group._ranks:
         raise ValueError(f"Global rank {global_rank} is not part of group {group}")
     return group._ranks.index(global_rank)
@@ -489,9 +492,7 @@ def get_group_rank(group, global_rank: int) -> int:
 def get_global_rank(group, group_rank: int) -> int:
     """Return the global rank of a rank in the group."""
     if not isinstance(group, ProcessGroup) or group not in _registry.groups:
-        raise ValueError(
-            f"Group {group} is not registered, please create group with torch.distributed.new_group API"
-        )
+        raise ValueError(f"Group {group} is not registered, please create group with cdist.new_group")
     if not 0 <= group_rank < group.size():
         raise ValueError(f"Group rank {group_rank} is not part of group {group}")
     return group._ranks[group_rank]

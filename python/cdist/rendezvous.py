@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 
+from cdist import _core
 from cdist.store import DEFAULT_PORT, FileStore, PrefixStore, Store, TCPStore
 
 __all__ = ["rendezvous", "register_rendezvous_handler", "find_launcher"]
@@ -79,9 +80,9 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs) -> Iter
     if not isinstance(url, (str, bytes)):
         raise RuntimeError(f"`url` must be a string. {type(url)}: {url}")
     if not isinstance(rank, int):
-        raise RuntimeError(f"`rank` must be an integer. {rank}")
+        raise RuntimeError(f"`rank` must be an integer. {rank!r}")
     if not isinstance(world_size, int):
-        raise RuntimeError(f"`world_size` must be an integer. {world_size}")
+        raise RuntimeError(f"`world_size` must be an integer. {world_size!r}")
     url = os.fsdecode(url)
     parts = _split(url)
     query = _query(parts)
@@ -94,7 +95,9 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs) -> Iter
             query["world_size"] = str(world_size)
         url = url.partition("?")[0] + "?" + "&".join(f"{k}={v}" for k, v in query.items())
     if parts.scheme not in _handlers:
-        raise RuntimeError(f"No rendezvous handler for {parts.scheme}://")
+        raise RuntimeError(
+            f"No rendezvous handler for {parts.scheme}://: {url!r} should be env://, tcp://HOST:PORT or file:///PATH"
+        )
     return _handlers[parts.scheme](url, **kwargs)
 
 
@@ -145,20 +148,11 @@ def _port_of(parts, url: str) -> int | None:
         raise ValueError(f"port of {url} must be from 0 to 65535") from error
 
 
-def _is_agents(host: str, port: int) -> bool:
-    """Whether the launcher's agent serves host:port: the advertised endpoint, others are the workers' own."""
-    return (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        and host == os.environ.get("MASTER_ADDR")
-        and str(port) == os.environ.get("MASTER_PORT")
-    )
-
-
 def _open_tcp(host: str, port: int, rank: int, world_size: int, timeout, use_libuv: bool) -> Store:
     if not 0 <= port < 65536:
         raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
     check_rank(rank, world_size)
-    if _is_agents(host, port):
+    if _core._is_agents_store(host, port):
         # The agent's store outlives restarts: each attempt has keys of its own.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         run = os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -197,7 +191,9 @@ def _env_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, 
             raise _missing(
                 "env",
                 f"environment variable {name} expected, but not set: start the program with "
-                "cdistrun --nproc-per-node N SCRIPT, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+                "cdistrun --nproc-per-node N SCRIPT"
+                + (", or in a SLURM job with srun," if "SLURM_JOB_ID" in os.environ else ",")
+                + " or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
             )
         return found
 
@@ -211,7 +207,10 @@ def _env_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, 
 def _given(scheme: str, query: dict[str, str]) -> tuple[int, int]:
     for name, words in (("rank", "rank"), ("world_size", "world size")):
         if name not in query:
-            raise _missing(scheme, f"{words} parameter missing")
+            raise _missing(
+                scheme,
+                f"{words} parameter missing: give {name}=… to init_process_group, or ?{name}=… in the URL",
+            )
     return _number(scheme, "rank", query["rank"]), _number(scheme, "world_size", query["world_size"])
 
 
@@ -220,10 +219,10 @@ def _tcp_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, 
     query = _query(parts)
     port = _port_of(parts, url)
     if port is None:
-        raise _missing("tcp", "port number missing")
+        raise _missing("tcp", "port number missing: write tcp://HOST:PORT")
     rank, world_size = _given("tcp", query)
     if not parts.hostname:
-        raise _missing("tcp", "hostname missing")
+        raise _missing("tcp", "hostname missing: write tcp://HOST:PORT")
     yield _open_tcp(parts.hostname, port, rank, world_size, timeout, _wants_libuv(query)), rank, world_size
     raise RuntimeError("Unable to perform re-rendezvous using tcp:// method")
 
@@ -231,7 +230,7 @@ def _tcp_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, 
 def _file_handler(url: str, timeout=_TIMEOUT, **kwargs) -> Iterator[tuple[Store, int, int]]:
     parts = _split(url)
     if not parts.path:
-        raise _missing("file", "path missing")
+        raise _missing("file", "path missing: write file:///PATH, with three slashes")
     rank, world_size = _given("file", _query(parts))
     check_rank(rank, world_size)
     store = FileStore(parts.path, world_size)

@@ -97,7 +97,10 @@ class Agent:
         log_dir = self.options.log_dir
         self.keeps_logs = log_dir != os.devnull if log_dir else any(self.options.redirects)
         if not self.keeps_logs:
-            self.folder = _make_temporary("cdistrun_", None)
+            try:
+                self.folder = _make_temporary("cdistrun_", None)
+            except OSError as error:
+                raise FolderError(f"cannot make a temporary folder (see TMPDIR): {error}") from None
             return self.folder
         try:
             if log_dir:
@@ -228,6 +231,7 @@ class Agent:
                 "TORCHELASTIC_MAX_RESTARTS": options.max_restarts,
                 "TORCHELASTIC_RUN_ID": self.run_id,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "CDIST_AGENT_PORT": self.port,
                 "TORCHELASTIC_ERROR_FILE": os.path.join(folder, "error.json"),
                 "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
             }
@@ -411,9 +415,21 @@ class Agent:
 
 
 def _make_temporary(prefix, folder):
-    """Make a folder with a name of its own; tempfile.mkdtemp, without the time to load that module."""
-    path = os.path.join(folder or os.environ.get("TMPDIR") or "/tmp", prefix + os.urandom(6).hex())
-    os.mkdir(path, 0o700)
+    """Make a folder with a name of its own; tempfile.mkdtemp, without the time to load that module.
+
+    Where none is given: in TMPDIR, or if that cannot be written to where tempfile would put it.
+    """
+    name = prefix + os.urandom(6).hex()
+    path = os.path.join(folder or os.environ.get("TMPDIR") or "/tmp", name)
+    try:
+        os.mkdir(path, 0o700)
+    except OSError:
+        if folder:
+            raise
+        import tempfile
+
+        path = os.path.join(tempfile.gettempdir(), name)
+        os.mkdir(path, 0o700)
     return path
 
 

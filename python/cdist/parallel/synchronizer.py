@@ -1,6 +1,5 @@
 """What all kinds of data parallelism share: gradients in buckets, their plan, errors that name parameters."""
 
-import os
 import warnings
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import numpy as np
 
 import cdist
 from cdist import _core
+from cdist.constants import DebugLevel, get_debug_level
 from cdist.parallel.verify import broadcast_ints
 
 LOCAL, REDUCE, HAND_OUT = 0, 1, 2
@@ -18,9 +18,8 @@ MODES = ("mean", "sum", "weights")
 
 
 def debugging():
-    """Tell whether CDIST_DEBUG (or TORCH_DISTRIBUTED_DEBUG) asks for extra checks."""
-    text = os.environ.get("CDIST_DEBUG") or os.environ.get("TORCH_DISTRIBUTED_DEBUG") or "OFF"
-    return text.upper() in ("INFO", "DETAIL")
+    """Tell whether the debug level asks for extra checks."""
+    return get_debug_level() is not DebugLevel.OFF
 
 
 @dataclass(frozen=True)
