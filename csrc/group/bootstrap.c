@@ -93,7 +93,8 @@ static void check_hello(meeting *m, const cd_member *guest, cd_error *why)
         *why = *cd_last_error();
     } else if (guest->rank <= 0 || guest->rank >= w->world || w->controls[guest->rank] >= 0) {
         const cd_member *other = guest->rank > 0 && guest->rank < w->world ? &w->members[guest->rank] : &m->me;
-        cd_fail_rank(CD_REFUSED, guest->rank, "two processes claim rank %d: pid %u on %s and pid %u on %s", guest->rank,
+        cd_fail_rank(CD_REFUSED, guest->rank,
+                     "two processes claim rank %d: pid %u on %s and pid %u on %s; each needs a rank of its own", guest->rank,
                      other->process, other->host_name, guest->process, guest->host_name);
         *why = *cd_last_error();
     }
@@ -161,17 +162,23 @@ static cd_status check_claim(meeting *m)
         return status == CD_STORE_TIMEOUT ? CD_OK : status;
     bool mine = value.bytes == sizeof m->me && memcmp(value.data, &m->me, sizeof m->me) == 0;
     cd_member other = {0};
-    if (!mine && value.bytes == sizeof other)
+    bool is_told = !mine && value.bytes != sizeof other; /* the other one was first to see it */
+    if (is_told)
+        cd_fail_rank(CD_REFUSED, 0, "%.*s", (int)(value.bytes < 900 ? value.bytes : 900), (const char *)value.data);
+    else if (!mine)
         memcpy(&other, value.data, sizeof other);
     cd_buffer_free(&value);
     if (mine)
         return CD_OK;
-    other.host_name[sizeof other.host_name - 1] = 0;
     m->world->published = false; /* what stands there now is for the other one to read */
-    if (other.process)
-        (void)m->store->ops->set(m->store, key, cd_bytes_of("two processes claim rank 0"), &brief);
-    return cd_fail_rank(CD_REFUSED, 0, "two processes claim rank 0: pid %u on %s and pid %u on %s", m->me.process,
-                        m->me.host_name, other.process, other.process ? other.host_name : "another host");
+    if (is_told)
+        return CD_REFUSED;
+    other.host_name[sizeof other.host_name - 1] = 0;
+    cd_fail_rank(CD_REFUSED, 0, "two processes claim rank 0: pid %u on %s and pid %u on %s; each needs a rank of its own",
+                 m->me.process, m->me.host_name, other.process, other.host_name);
+    cd_error why = *cd_last_error();
+    (void)m->store->ops->set(m->store, key, cd_bytes_of(why.text), &brief);
+    return cd_fail_with(&why);
 }
 
 static cd_status name_missing(meeting *m)

@@ -111,7 +111,8 @@ cd_py_list *cd_py_call_list(cd_py_call *call, PyObject *object, const char *name
     if (!PyList_Check(object) && !PyTuple_Check(object)) {
         PyErr_Format(PyExc_TypeError,
                      "Invalid function argument. Expected parameter `%s` of type List[array], a list with one array for each "
-                     "rank, but got %s instead.",
+                     "rank, but got %s instead: pass list(x) of an array with a row for each, or use the call's form for one "
+                     "tensor (all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single)",
                      name, Py_TYPE(object)->tp_name);
         return NULL;
     }

@@ -77,7 +77,8 @@ int cd_py_group_peer(const cd_py_group *group, const char *function, PyObject *g
     if (cd_py_is_given(global) && cd_py_int(global, "rank", &rank) < 0)
         return -1;
     if (!cd_py_is_given(global) && fallback < 0) {
-        PyErr_Format(PyExc_ValueError, "%s: Must specify global_rank or group_rank", function);
+        PyErr_Format(PyExc_ValueError, "%s: Must specify global_rank or group_rank: a root is given as src= or dst=, or as "
+                     "group_src= or group_dst= where it is a rank of the group", function);
         return -1;
     }
     *rank_p = group_rank_of(group, function, rank);

@@ -18,7 +18,11 @@ static bool set_peer(cd_py_call *call, PyObject *global, PyObject *local, PyObje
         return true;
     long long number = PyLong_AsLongLong(tag);
     call->op.tag = number;
-    return !(number == -1 && PyErr_Occurred());
+    if (number != -1 || !PyErr_Occurred())
+        return true;
+    if (PyErr_ExceptionMatches(PyExc_TypeError))
+        PyErr_Format(PyExc_TypeError, "tag must be an integer, not %s", Py_TYPE(tag)->tp_name);
+    return false;
 }
 
 static bool set_tensor(cd_py_call *call, PyObject *object, cd_kind kind)

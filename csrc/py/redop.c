@@ -23,7 +23,7 @@ int cd_py_redop_read(cd_py_state *state, PyObject *object, cd_redop *redop_p, do
             *factor_p = ((cd_py_redop *)object)->factor;
             return 0;
         }
-        PyErr_Format(PyExc_TypeError, "op must be a ReduceOp, not %s", Py_TYPE(object)->tp_name);
+        PyErr_Format(PyExc_TypeError, "op must be a ReduceOp, such as cdist.ReduceOp.SUM, not %s", Py_TYPE(object)->tp_name);
         return -1;
     }
     long op = PyLong_AsLong(object);

@@ -148,6 +148,10 @@ def default_timeout(backend) -> timedelta:
 
 def check(backend: str) -> None:
     """Raise for names that nobody offers."""
+    if "://" in backend:
+        raise AssertionError(
+            f"Unknown backend type {backend}: a URL is given as init_process_group(init_method={backend!r})"
+        )
     if ":" in backend:
         for name in BackendConfig(backend).get_device_backend_map().values():
             if name not in ("gloo", "nccl"):
@@ -158,6 +162,8 @@ def check(backend: str) -> None:
             "Distributed package doesn't have NCCL built in (no CUDA driver or no libnccl on this machine)"
         )
     if backend in ("mpi", "ucc", "xccl"):
-        raise RuntimeError(f"Distributed package doesn't have {backend.upper()} built in")
+        raise RuntimeError(
+            f"Distributed package doesn't have {backend.upper()} built in: use gloo, nccl or None"
+        )
     if backend not in ("gloo", "nccl", "undefined"):
-        raise AssertionError(f"Unknown backend type {backend}")
+        raise AssertionError(f"Unknown backend type {backend}: use gloo (CPU), nccl (GPU) or None")

@@ -10,8 +10,12 @@ import argparse
 import html
 import json
 import os
+import re
 import sys
 
+# The beginnings of a finding, and of the cause that a group keeps of a rank that died of an exception.
+_RANK = re.compile(r"^rank (\d+) ")
+_LOST = re.compile(r"^rank \d+ was lost: ")
 # Exceptions that tell of another rank.
 _CONSEQUENCES = ("PeerLostError", "AbortedError", "DistTimeoutError", "MismatchError")
 
@@ -209,9 +213,15 @@ def render(found) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in [head, *rows]
     ]
-    lines += [f"first cause: {text}" for text in found["causes"][:1]]
-    lines += [f"also: {text}" for text in found["findings"][1:6]]
-    lines.append(f"at fault: {found['verdict']}")
+    verdict, others = found["verdict"], found["findings"][1:]
+    # What is said of several ranks alike is said once.
+    alike = [text for text in others if _RANK.sub("", text) == _RANK.sub("", verdict)]
+    lines += [f"first cause: {text}" for text in found["causes"][:1] if _LOST.sub("", text) not in verdict]
+    lines += [f"also: {text}" for text in others[:5] if text not in alike]
+    lines.append(f"at fault: {verdict}")
+    if alike:
+        ranks = ", ".join(_RANK.match(text)[1] for text in alike)
+        lines.append(f"the same is true of rank {ranks}")
     return "\n".join(lines)
 
 
@@ -275,7 +285,9 @@ def timeline(dumps, found) -> str:
 
 def main(arguments=None) -> int:
     """Print the table; return 0, or 2 when there is nothing to read."""
-    parser = argparse.ArgumentParser(prog="python -m cdist.doctor", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m cdist.doctor", description="Say from the dumps of a job's ranks who is at fault."
+    )
     parser.add_argument("folder", help="where the ranks wrote their dumps (CDIST_DUMP_DIR)")
     parser.add_argument(
         "--html", metavar="FILE", help="write a timeline here (default: doctor.html in the folder)"

@@ -9,12 +9,14 @@ import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.process
 import os
+import pickle
 import resource
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 
 from cdist.errors import AbortedError, DistError, PeerLostError
 from cdist.launch.exits import MemoryWatch, mebibytes, signal_name
@@ -235,6 +237,18 @@ def _check_can_start(fn, start_method):
         )
 
 
+def _start(process):
+    try:
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if "pickle" in str(error):
+            error.add_note(
+                "spawn passes the function and its arguments to new processes by pickle: the function has to "
+                "be defined at the top of a module (no lambda, no function inside another one)"
+            )
+        raise
+
+
 def start_processes(fn, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
     """Run ``fn(i, *args)`` in ``nprocs`` processes, i = 0 … nprocs − 1.
 
@@ -252,6 +266,7 @@ def start_processes(fn, args=(), nprocs=1, join=True, daemon=False, start_method
     Raises:
         ProcessRaisedException, ProcessExitedException: see ProcessContext.join.
         RuntimeError: the child could not import ``fn``.
+        TypeError, pickle.PicklingError: arguments of another kind, or that do not go through pickle.
         ValueError: unknown start method, or fewer than one process.
 
     The processes end when this one does, even by SIGKILL; Ctrl-C ends them all and is raised as
@@ -260,6 +275,14 @@ def start_processes(fn, args=(), nprocs=1, join=True, daemon=False, start_method
     """
     if start_method not in ("spawn", "fork", "forkserver"):
         raise ValueError(f"start_method should be 'spawn', 'fork' or 'forkserver', not {start_method!r}")
+    if not callable(fn):
+        raise TypeError(
+            f"fn should be a function, not {fn!r}: pass it without calling it, its arguments as args=(…)"
+        )
+    if isinstance(args, str) or not isinstance(args, Iterable):
+        raise TypeError(f"args should be a tuple of arguments, such as ({args!r},), not {args!r}")
+    if not isinstance(nprocs, int):
+        raise TypeError(f"nprocs should be a number of processes, not {nprocs!r}")
     if nprocs < 1:
         raise ValueError(f"nprocs should be at least 1, not {nprocs}")
     _check_can_start(fn, start_method)
@@ -272,7 +295,7 @@ def start_processes(fn, args=(), nprocs=1, join=True, daemon=False, start_method
             process = context.Process(
                 target=_run, args=(fn, index, args, write_end, by_kernel), daemon=daemon
             )
-            process.start()
+            _start(process)
             write_end.close()
             started.processes.append(process)
             started._pipes.append(read_end)

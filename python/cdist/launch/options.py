@@ -134,7 +134,12 @@ _GROUPS = {
             "seconds between looks, where the kernel does not tell by itself (0.1)",
             {"default": 0.1, "type": float},
         ),
-        ("start-method", "NAME", "without effect", {"default": "spawn"}),
+        (
+            "start-method",
+            "NAME",
+            "without effect",
+            {"default": "spawn", "choices": ["spawn", "fork", "forkserver"]},
+        ),
         ("event-log-handler", "NAME", "without effect", {"default": "null"}),
     ],
 }
@@ -179,8 +184,10 @@ def parse(argv, is_legacy=False):
     _settle_nodes(options)
     if options.no_python and (options.module or options.run_path):
         raise OptionError("--no-python goes with neither --module nor --run-path")
-    if options.max_restarts < 0 or options.shutdown_timeout < 0 or options.monitor_interval <= 0:
-        raise OptionError("--max-restarts, --shutdown-timeout and --monitor-interval should not be negative")
+    if options.max_restarts < 0:
+        raise OptionError(f"--max-restarts should not be negative, as {options.max_restarts} is")
+    if options.shutdown_timeout < 0 or options.monitor_interval <= 0:
+        raise OptionError("--shutdown-timeout and --monitor-interval should not be negative")
     options.redirects = _per_rank(options.redirects, options.local_size, "--redirects")
     options.tee = _per_rank(options.tee, options.local_size, "--tee")
     options.signals = [_signal(name) for name in options.signals_to_handle.split(",") if name]
@@ -209,6 +216,15 @@ def _parse_names(parser, argv):
 
         text = f"unrecognized arguments: {' '.join(unknown)}"
         name = unknown[0].partition("=")[0]
+        if name in (
+            "-n",
+            "-np",
+            "--np",
+            "--nprocs",
+            "--num-processes",
+            "--num_processes",
+        ):  # mpirun's, and others'
+            raise OptionError(f"{text}; is --nproc-per-node meant?")
         near = [option for option in parser.options() if len(name) > 4 and option.startswith(name)]
         near = near or difflib.get_close_matches(name, parser.options(), 1, 0.8)
         raise OptionError(text + (f"; is {near[0]} meant?" if near else ""))
@@ -323,10 +339,14 @@ def _signal(name):
 
 
 def _shown(text, local_size):
+    everything = set(range(local_size))
     try:
-        return {int(part) for part in text.split(",") if part} if text else set(range(local_size))
+        shown = {int(part) for part in text.split(",") if part} if text else everything
     except ValueError:
         raise OptionError(f"--local-ranks-filter should be local ranks by comma, not {text!r}") from None
+    if not shown & everything:
+        raise OptionError(f"--local-ranks-filter {text}: no such local rank; they are 0 to {local_size - 1}")
+    return shown
 
 
 def command(options, local_rank):

@@ -48,6 +48,12 @@ class ArrayDataParallel(Joinable):
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._lock = threading.Lock()
         self._all = unique_parameters(module)
+        for name, p in self._all:
+            if isinstance(p, np.ndarray) or not hasattr(p, "data"):
+                raise TypeError(
+                    f"parameter {name!r} is a bare {type(p).__name__}: DistributedDataParallel needs .data "
+                    "and .grad, as cdist.Parameter(array) has; for bare arrays there is cdist.GradientReducer"
+                )
         self._sync = None
         trainable = [(name, p) for name, p in self._all if getattr(p, "requires_grad", True)]
         if init_sync:

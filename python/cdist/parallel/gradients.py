@@ -11,15 +11,18 @@ from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_c
 from cdist.parallel.verify import agree_on_parameters
 
 
+def _sorted_keys(tree):
+    """Keys of a dict in an order that all ranks have; those that do not compare by their type and text."""
+    try:
+        return sorted(tree)
+    except TypeError:
+        return sorted(tree, key=lambda key: (type(key).__name__, str(key)))
+
+
 def flatten(tree, path=""):
     """[(path, leaf)…] in an order that does not depend on how dicts were filled. None is a leaf."""
     if isinstance(tree, dict):
-        keys = list(tree)
-        try:
-            keys.sort()
-        except TypeError:
-            keys.sort(key=lambda key: (type(key).__name__, str(key)))
-        return [item for key in keys for item in flatten(tree[key], f"{path}[{key!r}]")]
+        return [item for key in _sorted_keys(tree) for item in flatten(tree[key], f"{path}[{key!r}]")]
     if isinstance(tree, (list, tuple)):
         return [item for number, part in enumerate(tree) for item in flatten(part, f"{path}[{number}]")]
     if _is_foreign_tree(tree):
@@ -31,14 +34,7 @@ def flatten(tree, path=""):
 def rebuild(tree, leaves):
     """Return the same nest with other leaves, taken from an iterator in the order of :func:`flatten`."""
     if isinstance(tree, dict):
-        new = {}
-        keys = list(tree)
-        try:
-            keys.sort()
-        except TypeError:
-            keys.sort(key=lambda key: (type(key).__name__, str(key)))
-        for key in keys:
-            new[key] = rebuild(tree[key], leaves)
+        new = {key: rebuild(tree[key], leaves) for key in _sorted_keys(tree)}
         ordered = {key: new[key] for key in tree}
         return ordered if type(tree) is dict else type(tree)(ordered)
     if isinstance(tree, (list, tuple)):
@@ -159,9 +155,9 @@ class GradientReducer:
             if array is None:
                 continue
             if array.shape != shape:
-                raise ValueError(f"gradient {name} has shape {array.shape}, its parameter {shape}")
+                raise ValueError(f"GradientReducer: {name} has shape {array.shape}, its parameter {shape}")
             if not self._gpu and not np.can_cast(array.dtype, dtype, "same_kind"):
-                raise TypeError(f"gradient {name} is of {array.dtype}, its parameter of {dtype}")
+                raise TypeError(f"GradientReducer: {name} is of {array.dtype}, its parameter of {dtype}")
         if weight is not None:
             if self._sync.reduce != "weights":
                 raise ValueError(f"weight is for reduce='weights', not {self._sync.reduce!r}")

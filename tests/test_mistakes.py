@@ -1,0 +1,153 @@
+"""What users get wrong first: one sentence says what, where and what to do instead."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import cdist
+import cdist.multiprocessing as mp
+import numpy as np
+import pytest
+from cdist import doctor
+from cdist.testing import run
+
+PACKAGE = str(Path(cdist.__file__).parent.parent)
+
+
+class _Bare:
+    def named_parameters(self):
+        return [("weight", np.ones(3))]
+
+
+def _raises(kind, text, function, *args, **kw):
+    with pytest.raises(kind) as caught:
+        function(*args, **kw)
+    assert text in str(caught.value)
+
+
+def _calls(rank, world):
+    x = np.ones(3)
+    _raises(
+        TypeError, "op must be a ReduceOp, such as cdist.ReduceOp.SUM, not str", cdist.all_reduce, x, "sum"
+    )
+    _raises(TypeError, "pass list(x) of an array", cdist.all_gather, np.ones((2, 3)), x)
+    _raises(ValueError, "a root is given as src= or dst=", cdist.broadcast, x)
+    _raises(TypeError, "tag must be an integer, not str", cdist.send, x, 1 - rank, tag="a")
+    _raises(OverflowError, "", cdist.send, x, 1 - rank, tag=1 << 80)
+    _raises(ValueError, "Call destroy_process_group() in between", cdist.init_process_group)
+    _raises(
+        TypeError,
+        "parameter 'weight' is a bare ndarray: DistributedDataParallel needs .data and .grad",
+        cdist.DistributedDataParallel,
+        _Bare(),
+    )
+    _raises(
+        TypeError,
+        "GradientReducer: ['b'] is of <U1; gradients are real or complex floats",
+        cdist.GradientReducer,
+        {"a": x, "b": "x"},
+    )
+    _raises(
+        ValueError,
+        "GradientReducer: gradient has shape (4,), its parameter (3,)",
+        cdist.GradientReducer(x).reduce,
+        np.ones(4),
+    )
+    cdist.barrier()
+    return "nothing was sent"
+
+
+def test_mistakes_in_calls():
+    assert run(_calls, 2) == ["nothing was sent"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "given"),
+    [
+        (AssertionError, "init_process_group(init_method='env://')", {"backend": "env://"}),
+        (AssertionError, "Unknown backend type foo: use gloo", {"backend": "foo"}),
+        (RuntimeError, "MPI built in: use gloo", {"backend": "mpi"}),
+        (TypeError, "datetime.timedelta, or a number of seconds, got '30'", {"timeout": "30"}),
+        (RuntimeError, "should be env://, tcp://HOST:PORT or file:///PATH", {"init_method": "localhost:1"}),
+        (ValueError, "port number missing: write tcp://HOST:PORT", {"init_method": "tcp://h", "rank": 0}),
+        (ValueError, "rank parameter missing: give rank=", {"init_method": "tcp://h:1"}),
+        (ValueError, "three slashes", {"init_method": "file://name", "rank": 0, "world_size": 1}),
+        (RuntimeError, "`rank` must be an integer. '0'", {"rank": "0"}),
+    ],
+)
+def test_mistakes_in_set_up(kind, text, given):
+    _raises(kind, text, cdist.init_process_group, **given)
+    _raises(AssertionError, "init_process_group was not called", cdist.destroy_process_group)
+
+
+def test_srun_is_named_in_a_slurm_job(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    _raises(ValueError, "or in a SLURM job with srun, or set RANK", cdist.init_process_group)
+
+
+def _nothing(index):
+    pass
+
+
+def test_mistakes_with_spawn():
+    _raises(TypeError, "pass it without calling it", mp.spawn, _nothing(0), nprocs=2)
+    _raises(TypeError, "args should be a tuple of arguments, such as (2,), not 2", mp.spawn, _nothing, 2, 2)
+    _raises(TypeError, "nprocs should be a number of processes, not '2'", mp.spawn, _nothing, nprocs="2")
+    with pytest.raises(Exception, match="pickle") as caught:
+        mp.spawn(lambda index: None, nprocs=1)
+    assert "no lambda" in caught.value.__notes__[0]
+
+
+def test_what_holds_for_several_ranks_is_said_once():
+    text = "ended with TypeError: op must be a ReduceOp, at a.py:3 in f"
+    row = {"pid": 1, "known": "dump", "last": "", "where": ""}
+    found = {
+        "verdict": f"rank 0 {text}",
+        "findings": [f"rank {rank} {text}" for rank in range(3)] + ["rank 3 is gone"],
+        "causes": ["rank 0 was lost: rank 0 ended with TypeError: op must be a ReduceOp"],
+        "ranks": [row | {"rank": rank} for rank in range(4)],
+    }
+    lines = doctor.render(found).splitlines()[5:]
+    assert lines == ["also: rank 3 is gone", f"at fault: rank 0 {text}", "the same is true of rank 1, 2"]
+
+
+def test_commands_work_without_docstrings():
+    env = os.environ | {"PYTHONPATH": PACKAGE, "PYTHONOPTIMIZE": "2"}
+    for command in (["-m", "cdist.doctor", "--help"], ["-m", "cdist.run", "--help"]):
+        done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_script_may_set_the_master_port_under_cdistrun(tmp_path):
+    """As many tutorials do; torchrun's processes would wait at that port for a store that nobody has.
+
+    TMPDIR is one that is not there, too.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, socket
+            import cdist, numpy as np
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            if os.environ["RANK"] == "0":
+                cdist.FileStore("port").set("port", str(port))
+            os.environ["MASTER_ADDR"] = "localhost"
+            os.environ["MASTER_PORT"] = cdist.FileStore("port").get("port").decode()
+            cdist.init_process_group(timeout=20)
+            x = np.ones(1)
+            cdist.all_reduce(x)
+            print(int(x[0]))
+            """
+        )
+    )
+    env = os.environ | {"PYTHONPATH": PACKAGE, "TMPDIR": str(tmp_path / "nowhere")}
+    command = [sys.executable, "-m", "cdist.run", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
