@@ -170,13 +170,11 @@ _debug_level: DebugLevel | None = None
 
 
 def get_debug_level() -> DebugLevel:
-    """Return the debug level: what was set, or what the environment says at the first use.
+    """Return the debug level: what was set, or else what the environment says.
 
     CDIST_DEBUG goes before TORCH_DISTRIBUTED_DEBUG. ValueError where it is none of OFF, INFO, DETAIL.
     """
-    if _debug_level is None:
-        set_debug_level_from_env()
-    return _debug_level
+    return _level_from_env() if _debug_level is None else _debug_level
 
 
 def set_debug_level(level: DebugLevel) -> None:
