@@ -10,11 +10,13 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 import uuid
 from pathlib import Path
 
 import pytest
-from cdist.launch import options
+from cdist import TCPStore
+from cdist.launch import nodes, options
 from cdist.launch.binding import core_sets, parse_cores
 from cdist.launch.exits import MemoryWatch
 from cdist.launch.logs import Stream
@@ -920,3 +922,16 @@ def test_node_0_that_never_comes(launcher):
     result = launcher.finish(process)
     assert result.returncode == 1
     assert "no connection to node 0 at 192.0.2.1:29400" in result.stderr
+
+
+def test_the_host_says_that_nodes_are_missing(monkeypatch):
+    """Once, and without an end of the job: they may come."""
+    monkeypatch.setattr(nodes, "_SAY_AFTER", 0.1)
+    store = TCPStore("127.0.0.1", 0, None, True)
+    settings = dict(nnodes=3, node_rank=0, dynamic=False, rdzv_id="x", timeout=20, lost_after=60)
+    host = nodes.Nodes(
+        types.SimpleNamespace(master_addr="127.0.0.1", master_port=store.port, **settings), True
+    )
+    assert host.events.get(timeout=20) == ("waiting", 1)
+    host.leave(0)
+    assert host.events.empty()

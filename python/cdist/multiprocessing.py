@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from cdist.errors import AbortedError, DistError, PeerLostError
 from cdist.launch.exits import MemoryWatch, mebibytes, signal_name
@@ -249,7 +250,14 @@ def _start(process):
         raise
 
 
-def start_processes(fn, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
+def start_processes(
+    fn: Callable[..., Any],
+    args: Iterable[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> ProcessContext | None:
     """Run ``fn(i, *args)`` in ``nprocs`` processes, i = 0 … nprocs − 1.
 
     Args:
@@ -314,7 +322,14 @@ def start_processes(fn, args=(), nprocs=1, join=True, daemon=False, start_method
     return None
 
 
-def spawn(fn, args=(), nprocs=1, join=True, daemon=False, start_method="spawn"):
+def spawn(
+    fn: Callable[..., Any],
+    args: Iterable[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> ProcessContext | None:
     """Run ``fn(i, *args)`` in ``nprocs`` new processes; see start_processes.
 
     ``start_method`` other than "spawn" is accepted with a warning, as in torch.

@@ -400,6 +400,11 @@ class Agent:
             self.remote = rest[0]
         elif kind == "done":
             self.all_done = True
+        elif kind == "waiting":
+            self._say(
+                f"cdistrun: {rest[0]} of {self.options.nnodes} nodes have come so far; the others are to be "
+                f"started with the address {self.address}:{self.port}\n"
+            )
         elif not self.workers:
             raise HostError(
                 f"no connection to node 0 at {self.options.master_addr}:{self.options.master_port}: {rest[0]}"

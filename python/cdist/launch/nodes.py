@@ -6,6 +6,7 @@ neither keys nor thread.
 """
 
 import json
+import math
 import os
 import queue
 import threading
@@ -16,13 +17,15 @@ from cdist.launch.host import HostError
 
 _LOOK_EVERY = 0.2
 _BEAT_EVERY = 1.0
+# After how long the host says, once, that launchers of other nodes have not come: seconds.
+_SAY_AFTER = 10.0
 
 
 class Nodes:
     """The thread of this launcher that talks to those of the other nodes.
 
     It puts into `events`, with a byte into `descriptor` each: ("rank", node_rank), ("failed", dict with node,
-    code and text), ("done",), ("lost", text).
+    code and text), ("done",), ("waiting", how many have come), ("lost", text).
     """
 
     def __init__(self, options, is_host):
@@ -88,6 +91,7 @@ class Nodes:
     def _watch(self):
         seen = {}  # node → (beats, when they last changed)
         next_beat = 0.0
+        say_at = time.monotonic() + _SAY_AFTER if self._is_host else math.inf
         told = -1
         while not self._stop.wait(_LOOK_EVERY):
             while not self._orders.empty():
@@ -99,6 +103,11 @@ class Nodes:
             if self._store.add(self._prefix + "done", 0) == self._options.nnodes:
                 self._post("done")
                 return
+            if time.monotonic() >= say_at:
+                say_at = math.inf
+                joined = self._store.add(self._prefix + "joined", 0)
+                if joined < self._options.nnodes:
+                    self._post("waiting", joined)
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + _BEAT_EVERY
                 self._store.add(self._prefix + f"beat/{self._rank}", 1)
