@@ -26,18 +26,22 @@ static cd_status find_functions(cd_nccl *nccl)
             missing = rows[i].symbol;
         memcpy((char *)nccl + rows[i].offset, &address, sizeof address);
     }
-    const char *path = cd_library_path(&nccl->library);
+    const cd_library *library = &nccl->library;
     if (!nccl->get_version)
-        return cd_fail(CD_UNSUPPORTED, "%s is not NCCL: it has no %s (CDIST_NCCL_LIB can name another)", path, missing);
+        return cd_fail(CD_UNSUPPORTED, "%s is not NCCL: it has no %s (CDIST_NCCL_LIB can name another)",
+                       cd_library_path(library), missing);
     /* The version explains more than the name of a function that it lacks. */
     if (nccl->get_version(&nccl->version) != CD_NCCL_SUCCESS)
-        return cd_fail(CD_UNSUPPORTED, "NCCL does not tell its version (%s)", path);
+        return cd_fail(CD_UNSUPPORTED, "NCCL does not tell its version (%s)", cd_library_path(library));
     if (nccl->version < CD_NCCL_LEAST)
-        return cd_fail(CD_UNSUPPORTED, "NCCL %d.%d (%s) is too old: 2.18 or later is needed (CDIST_NCCL_LIB can name another)",
+        return cd_fail(CD_UNSUPPORTED, "NCCL %d.%d (%s) is too old: 2.18 or later is needed (CDIST_NCCL_LIB can name "
+                                       "another)",
                        nccl->version / (nccl->version < 10000 ? 1000 : 10000),
-                       nccl->version < 10000 ? nccl->version / 100 % 10 : nccl->version / 100 % 100, path);
+                       nccl->version < 10000 ? nccl->version / 100 % 10 : nccl->version / 100 % 100,
+                       cd_library_path(library));
     if (missing)
-        return cd_fail(CD_UNSUPPORTED, "NCCL (%s) has no %s (CDIST_NCCL_LIB can name another)", path, missing);
+        return cd_fail(CD_UNSUPPORTED, "NCCL (%s) has no %s (CDIST_NCCL_LIB can name another)",
+                       cd_library_path(library), missing);
     return CD_OK;
 }
 
