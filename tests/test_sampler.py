@@ -322,6 +322,12 @@ def test_torch_weighted_sampler():
 
     parts = [list(DistributedSampler(None, 2, rank, sampler=inner())) for rank in range(2)]
     assert [i for pair in zip(*parts, strict=True) for i in pair] == list(inner())
+    for kind in (torch_data.RandomSampler, torch_data.SubsetRandomSampler):
+        with pytest.warns(UserWarning, match=f"{kind.__name__} without a generator"):
+            DistributedSampler(None, 2, 0, sampler=kind([1, 2, 3]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            DistributedSampler(None, 2, 0, sampler=kind([1, 2, 3], generator=torch.Generator()))
 
 
 def test_stream_without_end_or_length():

@@ -74,6 +74,7 @@ class DistributedSampler:
         self._warned = False
         # Checks rank and num_replicas, and that the data set has a length; that of a stream may be unknown.
         _core.index_count(*self._spec(self._length() if sampler is None else 0))
+        self._warn_of_own_numbers()
 
     def _length(self):
         if self.sampler is not None:
@@ -198,6 +199,16 @@ class DistributedSampler:
         self.seed = seed
         self._loaded = consumed
         self._pass = None
+
+    def _warn_of_own_numbers(self):
+        if self.num_replicas > 1 and getattr(self.sampler, "generator", self) is None:
+            warnings.warn(
+                f"DistributedSampler: {type(self.sampler).__name__} without a generator draws from torch's "
+                "global random numbers; unless these are the same on all ranks, some samples come twice and "
+                "others not at all: give it generator=torch.Generator().manual_seed(seed)",
+                UserWarning,
+                stacklevel=3,
+            )
 
     def _warn_of_same_order(self):
         last = self._pass
