@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
 #include <unistd.h>
@@ -60,4 +61,25 @@ void cd_host_name(char *out, size_t bytes)
 size_t cd_host_page_bytes(void)
 {
     return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+/* The kernel's flag of a thread that ends (PF_EXITING). */
+#define ENDS 0x4u
+
+char cd_host_process_state(uint32_t process)
+{
+    char path[48], text[512], state;
+    unsigned flags;
+    snprintf(path, sizeof path, "/proc/%u/stat", process);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t got = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[got > 0 ? got : 0] = 0;
+    /* The name before the state may hold anything, also brackets. */
+    const char *end = strrchr(text, ')');
+    if (!end || sscanf(end, ") %c %*d %*d %*d %*d %*d %u", &state, &flags) != 2)
+        return 0;
+    return flags & ENDS ? 'X' : state;
 }

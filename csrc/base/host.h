@@ -16,5 +16,7 @@ cd_status cd_host_random(void *out, size_t bytes) CD_MUST_USE;
 /* Host name, cut to fit. For messages only: never resolved. */
 void cd_host_name(char *out, size_t bytes);
 size_t cd_host_page_bytes(void);
+/* The letter of its state in /proc; 'X' from when it begins to end, before its sockets are closed; 0 where that is not known. */
+char cd_host_process_state(uint32_t process);
 
 #endif

@@ -3,6 +3,7 @@
  *   - hears on the control connections and on process descriptors who left or died, and tells all groups,
  *   - on rank 0 and on the deputy passes notices on to the others.
  * It never waits for a peer and holds no Python state. */
+#include "base/host.h"
 #include "base/log.h"
 #include "group/group_impl.h"
 #include "net/link.h"
@@ -96,6 +97,8 @@ static void explain_loss(const struct cd_monitor *m, int rank, bool ended, cd_er
     struct pollfd process = {.fd = m->process_fds[rank], .events = POLLIN};
     int error = m->readers[rank].error;
     char beside[256], how[400];
+    /* A loaded machine may take long between the end of a process's sockets and its own. */
+    ended = ended || (process.fd >= 0 && cd_host_process_state(member->process) == 'X');
     if (ended)
         snprintf(how, sizeof how, "ended without leaving the group");
     else if (m->readers[rank].shut_here || (process.fd >= 0 && poll(&process, 1, DYING_MS) == 0 && cut_off(m, rank))) {

@@ -1,11 +1,10 @@
 #include "group/stall.h"
 
+#include "base/host.h"
 #include "base/log.h"
 
-#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
-#include <unistd.h>
 
 /* A wait that takes longer is told to the ranks of other hosts, so that they can say who came. */
 #define TELL_NS CD_NS_PER_S
@@ -26,17 +25,8 @@ static bool is_stopped(const cd_world *w, int rank)
 {
     if (!cd_world_sees_process(w, rank))
         return false;
-    char path[48], text[512];
-    snprintf(path, sizeof path, "/proc/%u/stat", w->members[rank].process);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return false;
-    ssize_t got = read(fd, text, sizeof text - 1);
-    close(fd);
-    text[got > 0 ? got : 0] = 0;
-    /* The name before the state may hold anything, also brackets. */
-    const char *end = strrchr(text, ')');
-    return end && end[1] == ' ' && (end[2] == 'T' || end[2] == 't');
+    char state = cd_host_process_state(w->members[rank].process);
+    return state == 'T' || state == 't';
 }
 
 const char *cd_world_describe(const cd_world *w, int rank, char *out, size_t bytes)

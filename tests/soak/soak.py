@@ -273,11 +273,18 @@ def _play(rank, world, seed, fault, victim, shrinks):
 def _judge(outcomes, world, fault, victim):
     """Add up; raises where a rank failed in another way than the fault explains."""
     total, kinds = Counter(), Counter()
-    for rank, outcome in enumerate(outcomes):
-        if rank == victim and fault is not None and not isinstance(outcome, tuple):
-            continue
+    failed = {
+        rank: outcome
+        for rank, outcome in enumerate(outcomes)
+        if not isinstance(outcome, tuple) and (rank != victim or fault is None)
+    }
+    if failed:
+        raise AssertionError(
+            "; ".join(f"rank {rank} of {world}: {error!r}" for rank, error in failed.items())
+        )
+    for outcome in outcomes:
         if not isinstance(outcome, tuple):
-            raise AssertionError(f"rank {rank} of {world} ({fault} of rank {victim}): {outcome!r}")
+            continue
         done, how = outcome
         total += done
         kinds[how] += 1
