@@ -79,7 +79,6 @@ cd_status cd_group_settle(cd_group *group, const cd_op *op, cd_status status);
 /* After an error that another rank's end may have caused: gives the news of that a moment to come. Returns the group's cause
  * if there is one, CD_PEER_LOST if the rank of the thread's error is gone, otherwise `status` and the error as they were. */
 cd_status cd_group_first_cause(cd_group *group, cd_status status);
-void cd_queue_push(cd_group *group, cd_work *work);
 void cd_queue_stop(cd_group *group);
 
 /* p2p.c */

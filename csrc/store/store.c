@@ -54,13 +54,6 @@ void cd_store_release(cd_store *store)
     store->ops->free(store);
 }
 
-cd_patience cd_store_patience_of(const cd_store *store, cd_idle_func idle, void *idle_ctx)
-{
-    uint64_t ns = atomic_load_explicit(&store->timeout_ns, memory_order_relaxed);
-    return (cd_patience){
-        .deadline = ns ? cd_deadline_after_ns(ns) : (cd_deadline){0}, .idle = idle, .idle_ctx = idle_ctx};
-}
-
 cd_status cd_store_expired(uint64_t waited_ns, const char *lead, const cd_bytes *keys, size_t count)
 {
     char names[512];

@@ -84,8 +84,6 @@ cd_status cd_store_multi_set_each(cd_store *store, const cd_bytes *keys, const c
                                   const cd_patience *patience);
 /* Arrives and waits until `world` callers have: works on any kind, and again with the same key once all have come. */
 cd_status cd_store_barrier(cd_store *store, cd_bytes key, int64_t world, const cd_patience *patience);
-/* Patience for a call of this store: its own timeout from now, and the idle callback given. */
-cd_patience cd_store_patience_of(const cd_store *store, cd_idle_func idle, void *idle_ctx);
 
 static inline cd_bytes cd_bytes_of(const char *text)
 {
