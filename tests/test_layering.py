@@ -12,7 +12,7 @@ MAY_INCLUDE = {
     "base": set(),
     "simd": {"base"},
     "net": {"base"},
-    "shm": {"base"},
+    "shm": {"base", "simd"},
     "store": {"base", "net"},
     "sampler": {"base"},
     "cuda": {"base"},

@@ -77,7 +77,7 @@ static cd_status take(const move *m, uint64_t round)
             continue;
         CD_TRY(cd_shm_await(m->team, &shm->rows[peer].staged.round, round + 1, peer, m->patience));
         size_t index = m->one_for_all ? 0 : slice_index(peer, shm->rank);
-        cd_piece_write(&shm->takes[peer], at, bytes, cd_shm_slot_of(shm, peer, round) + index * m->slice);
+        cd_piece_receive(&shm->takes[peer], at, bytes, cd_shm_slot_of(shm, peer, round) + index * m->slice);
     }
     cd_shm_raise(&shm->rows[shm->rank].left.round, round + 1);
     return CD_OK;

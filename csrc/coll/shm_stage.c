@@ -6,6 +6,7 @@
 #include "coll/shm_team_impl.h"
 
 #include "base/host.h"
+#include "simd/copy.h"
 
 /* Rounds at a time where ranks outnumber cores: half a ring, so that the next ones find free slots. */
 #define CROWDED_ROUNDS (CD_SHM_SLOTS / 2)
@@ -94,7 +95,7 @@ static cd_status reduce_own(const stage *s, uint64_t round)
         /* In private memory first, then in bulk: a kernel that writes shared lines one by one is slower (measured). */
         s->reduce(own ? own : shared, shm->inputs, shm->ranks, bytes / s->op->item_bytes, s->op->factor);
         if (own)
-            memcpy(shared, own, bytes);
+            cd_copy_near(shared, own, bytes);
         else if (s->out.span)
             cd_piece_write(&s->out, at, bytes, shared);
     }

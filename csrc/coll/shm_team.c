@@ -1,12 +1,17 @@
 #include "coll/shm_team_impl.h"
 
 #include "base/host.h"
+#include "simd/copy.h"
 
 #include <stdlib.h>
 #include <unistd.h>
 
 #define PAGE ((size_t)4096)
 #define KIB ((size_t)1024)
+/* What is received in pieces from here on goes past the caches: it displaces the rings there, and its lines were read from memory
+ * only to be overwritten. 2 ranks on a 2-core EPYC, milliseconds: all_gather of 8 MiB 0.7 instead of 1.2, of 64 MiB 11 instead of
+ * 15.5; 1 MiB would take 85 µs instead of 61. */
+#define FAR_BYTES ((size_t)4 << 20)
 
 /* A ring's footprint is 1.5 × L2 of a core where the slots allow it: lines have then left the writer's L2 when the peer reads
  * them (measured with 2 ranks on an EPYC with 1 MiB of L2: all_reduce of 1 MiB 7 GB/s with 192 KiB, 18–19.5 with 1.5 MiB, 7
@@ -370,7 +375,7 @@ void cd_piece_read(const cd_shm_piece *piece, size_t at, size_t bytes, void *out
         return;
     const char *from = cd_piece_at(piece, at);
     if (cd_likely(from != NULL))
-        memcpy(out, from, bytes);
+        cd_copy_near(out, from, bytes);
     else
         pass_strided(piece, at, bytes, out, false);
 }
@@ -381,9 +386,18 @@ void cd_piece_write(const cd_shm_piece *piece, size_t at, size_t bytes, const vo
         return;
     char *to = cd_piece_at(piece, at);
     if (cd_likely(to != NULL))
-        memcpy(to, in, bytes);
+        cd_copy_near(to, in, bytes);
     else
         pass_strided(piece, at, bytes, (char *)(uintptr_t)in, true);
+}
+
+void cd_piece_receive(const cd_shm_piece *piece, size_t at, size_t bytes, const void *in)
+{
+    char *to = cd_piece_at(piece, at);
+    if (to && piece->bytes >= FAR_BYTES)
+        cd_copy_far(to, in, bytes);
+    else
+        cd_piece_write(piece, at, bytes, in);
 }
 
 void cd_shm_copy_own(cd_shm_team *shm)
@@ -396,7 +410,7 @@ void cd_shm_copy_own(cd_shm_team *shm)
     if (from) {
         /* A rank may gather into the buffer that it gives from. */
         if (from != cd_piece_at(take, 0))
-            cd_piece_write(take, 0, bytes, from);
+            cd_piece_receive(take, 0, bytes, from);
         return;
     }
     for (size_t at = 0; at < bytes; at += shm->scratch_bytes) {

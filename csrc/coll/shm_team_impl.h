@@ -228,6 +228,8 @@ cd_status cd_shm_check_counts(cd_team *team, const cd_op *op, size_t *largest_p)
 /* Bytes [at, at + bytes) of a piece → packed memory, and back; any cut, also inside of elements. */
 void cd_piece_read(const cd_shm_piece *piece, size_t at, size_t bytes, void *out);
 void cd_piece_write(const cd_shm_piece *piece, size_t at, size_t bytes, const void *in);
+/* As write, for memory that this operation has not read: past the caches where the piece is large. */
+void cd_piece_receive(const cd_shm_piece *piece, size_t at, size_t bytes, const void *in);
 /* What this rank gives to itself, without passing shared memory. */
 void cd_shm_copy_own(cd_shm_team *shm);
 

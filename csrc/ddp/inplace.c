@@ -4,6 +4,7 @@
 #include "base/host.h"
 #include "base/knob.h"
 #include "base/log.h"
+#include "simd/copy.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -147,7 +148,7 @@ void cd_inplace_reduce(cd_inplace *inplace, int bucket, size_t at_bytes, size_t 
         reduce(own + from, inplace->inputs, inplace->ranks, block / item_bytes, factor);
         for (int i = 1; i < inplace->ranks; i++) {
             int peer = (inplace->rank + i) % inplace->ranks;
-            memcpy(at[peer * inplace->buckets] + at_bytes + from, own + from, block);
+            cd_copy_near(at[peer * inplace->buckets] + at_bytes + from, own + from, block);
         }
     }
 }

@@ -2,9 +2,15 @@
 #include "py/array_impl.h"
 #include "py/reducer_impl.h"
 
-#include "simd/stream.h"
+#include "simd/copy.h"
 
 #include <structmember.h>
+
+/* Gradients from here on are copied around the caches. 2 ranks on a 2-core EPYC that each write gradients and copy them to
+ * their buckets, milliseconds over writing alone: 64 × 256 KiB 2.2 by memcpy, 1.2 around the caches; 19 × 2.25 MiB 6.1 and
+ * 2.4. With the reduction of both 3.1 and 2.9; 11.8 and 5.0. What synchronising costs a step of benchmarks/ddp.py's MLP, which
+ * uses its caches itself: 1.3 ms and 0.74. */
+#define FAR_FROM ((size_t)65536)
 
 /* What torch calls as hook(parameter) when its gradient is complete. */
 typedef struct {
@@ -87,7 +93,11 @@ static bool copy_directly(const hook_object *self, PyObject *grad)
     const char *data = (char *)given.data + given.byte_offset;
     if (!is_laid_out_alike(&given, &self->place) || cd_py_array_may_be_imaginary(data, given.dtype.bits / 8))
         return false;
-    cd_stream_copy((char *)self->place.data + self->place.byte_offset, data, self->bytes);
+    char *to = (char *)self->place.data + self->place.byte_offset;
+    if (self->bytes < FAR_FROM)
+        memcpy(to, data, self->bytes);
+    else
+        cd_copy_far(to, data, self->bytes);
     return true;
 }
 

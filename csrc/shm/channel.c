@@ -3,6 +3,7 @@
 #include "base/attr.h"
 #include "base/log.h"
 #include "shm/reach.h"
+#include "simd/copy.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -83,7 +84,7 @@ static uint64_t put(channel *c, const char *from, uint64_t bytes)
 {
     uint64_t at = c->out_head & (c->ring_bytes - 1);
     uint64_t n = least(least(bytes, PUBLISH_BYTES), c->ring_bytes - at);
-    memcpy(c->out->data + at, from, (size_t)n);
+    cd_copy_near(c->out->data + at, from, (size_t)n);
     c->out_head += n;
     return n;
 }
@@ -164,7 +165,7 @@ static cd_status channel_recv(cd_pipe *pipe, void *out, size_t bytes, size_t *mo
     while (left) {
         uint64_t at = c->in_tail & (c->ring_bytes - 1);
         uint64_t n = least(least(left, PUBLISH_BYTES), c->ring_bytes - at);
-        memcpy(to, c->in->data + at, (size_t)n);
+        cd_copy_near(to, c->in->data + at, (size_t)n);
         to += n;
         left -= n;
         c->in_tail += n;
