@@ -15,10 +15,10 @@
  * for the body through the pipe as if it had not tried.
  *
  * Which way is faster depends on the pages (reading costs the kernel about 0.7 µs for each small one) and on where the two
- * processes run: a ring is quick where they share a cache and slow where they do not. µs one way between 2 ranks on an EPYC:
- * 1 MiB through the ring 35, read 42 on huge pages, 91 on small ones; 64 MiB 4277, 5079, 14390. In other minutes all exchange
- * between the two cores was about ten times slower, copies of one core's own memory not, as between chips (a virtual machine
- * does not say where its cores are): 1 MiB through the ring 455, read 42; 64 MiB 29814 and 5723. So it is measured as it goes,
+ * processes run: a ring is quick where they share a cache and slow where they do not, which a virtual machine does not say. µs
+ * one way between 2 ranks on an EPYC: 1 MiB through the ring 35, read 42 on huge pages, 91 on small ones; 64 MiB 4277, 5079,
+ * 14390. In other minutes, and with memcpy for the ring (see simd/copy.c), 1 MiB 455 and 42, 64 MiB 29814 and 5723; without it
+ * exchange between the cores is still three to four times slower at times. So it is measured as it goes,
  * for each peer. */
 #include "net/mesh_core.h"
 
