@@ -128,11 +128,7 @@ class Agent:
         options = self.options
         self.address, self.port = options.master_addr, options.master_port
         if options.dynamic:
-            # Whoever can listen on the endpoint's address is its host.
-            try:
-                self.host = StoreHost(self.address, self.port, True)
-            except HostError:
-                self.host = None
+            self.host = _host_if_possible(self.address, self.port)
         elif options.node_rank == 0:
             self.host = StoreHost(self.address, self.port, options.nnodes > 1)
             if self.port and is_ephemeral(self.port):
@@ -417,6 +413,19 @@ class Agent:
     def _unregister(self, descriptor):
         with contextlib.suppress(KeyError):
             self.selector.unregister(descriptor)
+
+
+def _host_if_possible(address, port):
+    """Return the store on the endpoint's address, or None: whoever can listen there is its host.
+
+    Two launchers of one host that listen in the same instant are both refused by Linux, which sees each as
+    the other's rival; they come again, at times of their own.
+    """
+    for _ in range(3):
+        with contextlib.suppress(HostError):
+            return StoreHost(address, port, True)
+        time.sleep(os.urandom(1)[0] / 255 * 0.05)
+    return None
 
 
 def _make_temporary(prefix, folder):
