@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from cdist import TCPStore
-from cdist.launch import nodes, options
+from cdist.launch import agent, nodes, options
 from cdist.launch.binding import core_sets, parse_cores
 from cdist.launch.exits import MemoryWatch
 from cdist.launch.logs import Stream
@@ -935,3 +935,23 @@ def test_the_host_says_that_nodes_are_missing(monkeypatch):
     assert host.events.get(timeout=20) == ("waiting", 1)
     host.leave(0)
     assert host.events.empty()
+
+
+def test_a_launcher_comes_again_where_its_rival_was_refused_too(monkeypatch):
+    """Linux refuses both of two sockets that begin to listen on one port in the same instant."""
+    refusals = [True, False]
+    attempts = []
+
+    def listen(*where):
+        attempts.append(where)
+        if refusals[len(attempts) - 1]:
+            raise agent.HostError("address already in use")
+        return "the host"
+
+    monkeypatch.setattr(agent, "StoreHost", listen)
+    assert agent._host_if_possible("localhost", 29400) == "the host"
+    assert attempts == [("localhost", 29400, True)] * 2
+    attempts.clear()
+    refusals[:] = [True] * 3
+    assert agent._host_if_possible("localhost", 29400) is None
+    assert len(attempts) == 3

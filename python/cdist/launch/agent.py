@@ -419,7 +419,7 @@ def _host_if_possible(address, port):
     """Return the store on the endpoint's address, or None: whoever can listen there is its host.
 
     Two launchers of one host that listen in the same instant are both refused by Linux, which sees each as
-    the other's rival; they come again, at times of their own.
+    the other's rival (6 of 400 pairs that were made to); they come again, at times of their own.
     """
     for _ in range(3):
         with contextlib.suppress(HostError):
