@@ -79,16 +79,22 @@ const char *cd_knob(const char *name)
     return row ? row->fallback : "";
 }
 
-bool cd_knob_list_has(const char *list, const char *word, size_t word_bytes)
+/* Which word of the list it is, from 0; −1: none. */
+static int index_in(const char *list, const char *word, size_t word_bytes)
 {
-    while (*list) {
+    for (int index = 0; *list; index++) {
         size_t run = strcspn(list, ", ");
         if (run == word_bytes && strncasecmp(list, word, run) == 0)
-            return true;
+            return index;
         list += run;
         list += strspn(list, ", ");
     }
-    return false;
+    return -1;
+}
+
+bool cd_knob_list_has(const char *list, const char *word, size_t word_bytes)
+{
+    return index_in(list, word, word_bytes) >= 0;
 }
 
 bool cd_knob_is(const char *name, const char *word)
@@ -99,17 +105,11 @@ bool cd_knob_is(const char *name, const char *word)
 cd_status cd_knob_choice(const char *name, int *index_p)
 {
     const char *words = find(name)->words, *text = cd_knob(name);
-    int index = 0;
-    for (const char *word = words; *word; index++) {
-        size_t run = strcspn(word, ", ");
-        if (strlen(text) == run && strncasecmp(word, text, run) == 0) {
-            *index_p = index;
-            return CD_OK;
-        }
-        word += run;
-        word += strspn(word, ", ");
-    }
-    return cd_fail(CD_BAD_ARGUMENT, "%s='%.100s' is none of %s", name, text, words);
+    int index = index_in(words, text, strlen(text));
+    if (index < 0)
+        return cd_fail(CD_BAD_ARGUMENT, "%s='%.100s' is none of %s", name, text, words);
+    *index_p = index;
+    return CD_OK;
 }
 
 cd_status cd_knob_number(const char *name, uint64_t *value_p)

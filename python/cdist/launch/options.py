@@ -6,6 +6,8 @@ import signal
 import sys
 
 STREAMS = {"stdout": 1, "stderr": 2}
+# What mpirun and other launchers call --nproc-per-node.
+_OTHERS_NAMES = ("-n", "-np", "--np", "--nprocs", "--num-processes", "--num_processes")
 
 
 class OptionError(ValueError):
@@ -216,14 +218,7 @@ def _parse_names(parser, argv):
 
         text = f"unrecognized arguments: {' '.join(unknown)}"
         name = unknown[0].partition("=")[0]
-        if name in (
-            "-n",
-            "-np",
-            "--np",
-            "--nprocs",
-            "--num-processes",
-            "--num_processes",
-        ):  # mpirun's, and others'
+        if name in _OTHERS_NAMES:
             raise OptionError(f"{text}; is --nproc-per-node meant?")
         near = [option for option in parser.options() if len(name) > 4 and option.startswith(name)]
         near = near or difflib.get_close_matches(name, parser.options(), 1, 0.8)

@@ -64,6 +64,18 @@ def _is_foreign_tree(tree):
     return not jax.tree_util.all_leaves([tree])
 
 
+def _facts_like(name, leaf, dtype):
+    """Facts of a gradient in GPU memory, which is of its parameter's dtype; None of None."""
+    if leaf is None:
+        return None
+    if not is_on_gpu(leaf):
+        raise TypeError(f"gradient {name} lies in host memory, its parameter on a GPU")
+    facts = facts_of(leaf)
+    if facts.dtype != dtype:
+        raise TypeError(f"gradient {name} is {facts.dtype}, its parameter {dtype}: on a GPU they are alike")
+    return facts
+
+
 class GradientReducer:
     """Averages gradients over the ranks, for code that computes them itself.
 
@@ -148,7 +160,7 @@ class GradientReducer:
         """
         leaves = self._leaves(grads)
         if self._gpu:
-            arrays = [self._facts(name, leaf) for name, leaf in zip(self._names, leaves, strict=True)]
+            arrays = list(map(_facts_like, self._names, leaves, self._dtypes))
         else:
             arrays = [None if leaf is None else to_numpy(leaf) for leaf in leaves]
         for name, array, shape, dtype in zip(self._names, arrays, self._shapes, self._dtypes, strict=True):
@@ -191,18 +203,6 @@ class GradientReducer:
         if extra:
             raise ValueError(f"gradients where the parameter is None: {extra[:5]}")
         return [leaf for (_, leaf), (_, is_there) in zip(leaves, self._places, strict=True) if is_there]
-
-    def _facts(self, name, leaf):
-        if leaf is None:
-            return None
-        if not is_on_gpu(leaf):
-            raise TypeError(f"gradient {name} lies in host memory, its parameter on a GPU")
-        facts, wanted = facts_of(leaf), self._dtypes[self._names.index(name)]
-        if facts.dtype != wanted:
-            raise TypeError(
-                f"gradient {name} is {facts.dtype}, its parameter {wanted}: on a GPU they are alike"
-            )
-        return facts
 
     def _run_on_gpu(self, leaves, facts):
         from cdist import cuda

@@ -115,7 +115,7 @@ def to_numpy(leaf):
         leaf = leaf.detach()
         if str(leaf.dtype) == "torch.bfloat16":
             raise TypeError(
-                "GradientReducer: give torch gradients of bfloat16 to DistributedDataParallel, or as float32"
+                "torch's bfloat16 has no dtype in NumPy: wrap a torch module, or give such arrays as float32"
             )
         return leaf.numpy()
     if _kind(leaf) == "tinygrad":
