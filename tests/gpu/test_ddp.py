@@ -200,3 +200,123 @@ def test_missing_gradient_is_named_on_every_rank():
     ):
         assert "'b.weight', 'b.bias'" in text
         assert "rank 1" in text
+
+
+def test_grad_scaler_equals_torch():
+    """The scale starts so high that steps are skipped, on both ranks the same ones."""
+
+    def train(ddp, rank):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, backoff_factor=2.0**-6)
+        scales = []
+        for x, y in data(rank, 8):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16):
+                loss = (ddp(x) - y).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales[0] < 2.0**40
+        return [np.array(scales), *(v.float().cpu().numpy() for v in ddp.state_dict().values())]
+
+    compare(train, tolerance=2e-3, norm=False)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_sync_batchnorm_equals_torch(channels_last):
+    def train(ddp, rank):
+        del ddp
+        from torch import nn
+
+        def convert(library, wrap):
+            torch.manual_seed(3)
+            net = nn.Sequential(
+                nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
+            )
+            net = library.convert_sync_batchnorm(net).cuda()
+            if channels_last:
+                net = net.to(memory_format=torch.channels_last)
+            return wrap(net, device_ids=[rank])
+
+        ours = convert(cdist.nn.SyncBatchNorm, cdist.DistributedDataParallel)
+        theirs = convert(nn.SyncBatchNorm, nn.parallel.DistributedDataParallel)
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(4 + 2 * rank, 3, 8, 8, generator=generator).cuda()
+        for net in (ours, theirs):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+        for (name, a), b in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+            torch.testing.assert_close(
+                a, b, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        return []
+
+    compare(train, norm=False)
+
+
+def test_powersgd_equals_torch():
+    import importlib
+
+    def train(ddp, rank):
+        base = "cdist" if isinstance(ddp, cdist.DistributedDataParallel) else "torch.distributed"
+        module = importlib.import_module(f"{base}.algorithms.ddp_comm_hooks.powerSGD_hook")
+        state = module.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+        ddp.register_comm_hook(state, module.powerSGD_hook)
+        return fit(ddp, data(rank, 6))
+
+    compare(train, tolerance=1e-3, norm=False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_equal_torch(reentrant):
+    def train(ddp, rank):
+        from torch.utils.checkpoint import checkpoint
+
+        net = ddp.module
+        net.forward = lambda x: net[-1](checkpoint(net[:-1], x.requires_grad_(), use_reentrant=reentrant))
+        return fit(ddp, data(rank, 4))
+
+    compare(train, {"static_graph": True} if reentrant else {}, norm=False)
+
+
+def test_compiled_model_equals_torch():
+    def train(ddp, rank):
+        return fit(torch.compile(ddp, backend="aot_eager"), data(rank, 3))
+
+    compare(train, tolerance=1e-5, norm=False)
+
+
+def test_optimizer_in_a_stream_of_its_own():
+    """Forward and backward in a side stream: gradients are whole when that stream goes on."""
+
+    def train(ddp, rank):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            result = fit(ddp, data(rank, 5))
+        torch.cuda.current_stream().wait_stream(side)
+        return result
+
+    compare(train, {"bucket_cap_mb": 0.01}, norm=False)
+
+
+def test_no_sync_and_two_backwards():
+    def train(ddp, rank):
+        batches = data(rank, 6)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for k in range(0, 6, 2):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                (ddp(batches[k][0]) - batches[k][1]).square().mean().backward()
+            (ddp(batches[k + 1][0]) - batches[k + 1][1]).square().mean().backward()
+            optimizer.step()
+        return [value.float().cpu().numpy() for value in ddp.state_dict().values()]
+
+    for views in (False, True):
+        compare(train, {"gradient_as_bucket_view": views})

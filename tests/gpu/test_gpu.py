@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -182,12 +183,183 @@ def test_cuda_graph():
     gpu_run(body)
 
 
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def raised(function):
     try:
         function()
     except Exception as error:
         return type(error).__name__, str(error)
     return None, ""
+
+
+def test_cuda_graph_of_registered_memory():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        first = torch.ones(1, device="cuda")
+        cdist.all_reduce(first)
+        x = torch.as_tensor(cdist.empty((1000,), "float32", device="cuda"), device="cuda")
+        x.fill_(1.0)
+        side = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            cdist.all_reduce(x)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert x.eq(8).all(), x
+
+    gpu_run(body)
+
+
+def test_registered_memory():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        first = torch.ones(1, device="cuda")
+        cdist.all_reduce(first)
+        for count in (1, 1000, 1_000_000):
+            dropped = cdist.empty((4,), "float32", device="cuda")
+            x = torch.as_tensor(cdist.empty((count,), "float64", device="cuda"), device="cuda")
+            x.fill_(rank + 1)
+            cdist.all_reduce(x)
+            assert x.eq(3).all()
+            with cdist._coalescing_manager(device="cuda"):
+                cdist.all_reduce(x)
+                del dropped
+                made = cdist.empty((4,), "float32", device="cuda")
+                cdist.all_reduce(first)
+            assert x.eq(6).all()
+            del made
+        return first.item()
+
+    assert gpu_run(body) == [16.0, 16.0]
+
+
+def test_destroying_a_group_lets_the_work_on_the_gpu_end():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        x = torch.full((1_000_000,), rank + 1.0, device="cuda")
+        cdist.all_reduce(x)
+        if rank == 1:
+            torch.cuda.synchronize()
+            time.sleep(1)
+        torch.cuda._sleep(300_000_000)
+        cdist.all_reduce(x)
+        cdist.destroy_process_group()
+        return x.eq(6).all().item()
+
+    assert gpu_run(body) == [True, True]
+
+
+def test_groups_come_and_go():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        x = torch.ones(100, device="cuda")
+        cdist.all_reduce(x)
+        for _ in range(3):
+            group = cdist.new_group([0, 1])
+            cdist.all_reduce(x, group=group)
+            cdist.destroy_process_group(group)
+        return x.max().item()
+
+    assert gpu_run(body) == [16.0, 16.0]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_ctrl_c_while_connecting(async_op):
+    """Rank 1 comes late; rank 0 is interrupted in the wait and lives; both calls end."""
+
+    def body(rank, world):
+        torch = Torch(rank).torch
+        x = torch.ones(10, device="cuda")
+        torch.cuda.synchronize()
+        if rank == 1:
+            time.sleep(4)
+            return raised(lambda: cdist.all_reduce(x))
+        signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            cdist.all_reduce(x, async_op=async_op)
+        name, text = raised(lambda: cdist.all_reduce(x))
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        return name, text, time.monotonic() - start
+
+    first, second = gpu_run(body, allow_failures=True)
+    assert first[0] == "AbortedError", first
+    assert first[2] < 4
+    assert second[0] == "AbortedError", second
+
+
+def test_abort_ends_a_collective_that_waits():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        x = torch.ones(10, device="cuda")
+        cdist.all_reduce(x)
+        torch.cuda.synchronize()
+        if rank == 1:
+            time.sleep(4)
+            return raised(lambda: cdist.all_reduce(x))[0]
+        cdist.all_reduce(x)
+        start = time.monotonic()
+        cdist.group.WORLD.abort()
+        torch.cuda.synchronize()
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        return time.monotonic() - start
+
+    first, second = gpu_run(body, allow_failures=True)
+    assert isinstance(first, float), first
+    assert first < 3
+    assert second is not None
+
+
+def test_objects_meshes_and_barriers():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        out = [None] * world
+        cdist.all_gather_object(out, {"rank": rank, "gpu": torch.full((3,), rank, device="cpu")})
+        assert [o["rank"] for o in out] == [0, 1]
+        box = [rank]
+        cdist.broadcast_object_list(box, 1)
+        assert box == [1]
+        mesh = cdist.init_device_mesh("cuda", (2, 1), mesh_dim_names=("dp", "tp"))
+        x = torch.full((5,), rank + 1.0, device="cuda")
+        cdist.all_reduce(x, group=mesh.get_group("dp"))
+        assert x.eq(3).all()
+        cdist.all_reduce(x, group=mesh.get_group("tp"))
+        assert x.eq(3).all()
+        cdist.barrier()
+        cdist.barrier(device_ids=[rank])
+        cdist.monitored_barrier()
+        work = cdist.barrier(async_op=True)
+        work.wait()
+
+    gpu_run(body)
+
+
+def test_early_connection_and_a_group_for_gpus_alone():
+    def body(rank, world):
+        torch = Torch(rank).torch
+        cdist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        assert cdist.get_backend() == "nccl"
+        x = torch.full((5,), rank + 1.0, device="cuda")
+        cdist.all_reduce(x)
+        assert x.eq(3).all()
+        half = cdist.split_group(split_ranks=[[0], [1]])
+        cdist.all_reduce(x, group=half)
+        assert x.eq(3).all()
+        out = [None] * world
+        cdist.all_gather_object(out, rank)
+        return out
+
+    port = free_port()
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    assert run(body, 2, init=False, check_leftovers=False, timeout=60, environ=environ) == [[0, 1]] * 2
 
 
 def test_two_ranks_on_one_gpu():

@@ -8,7 +8,16 @@ import numpy as np
 
 from cdist import _core
 
-__all__ = ["Facts", "GpuBuckets", "empty_like", "facts_of", "is_on_gpu", "same_place"]
+__all__ = [
+    "Facts",
+    "GpuBuckets",
+    "empty",
+    "empty_like",
+    "facts_of",
+    "framework_of",
+    "is_on_gpu",
+    "same_place",
+]
 
 _CUDA, _CUDA_MANAGED = 2, 13  # kinds of devices in DLPack
 
@@ -32,7 +41,8 @@ class Facts:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-def _framework(array):
+def framework_of(array):
+    """Name the package that the array's type belongs to."""
     return type(array).__module__.partition(".")[0]
 
 
@@ -43,7 +53,7 @@ def is_on_gpu(array):
     """
     if array is None or isinstance(array, np.ndarray) or np.isscalar(array):
         return False
-    framework = _framework(array)
+    framework = framework_of(array)
     if framework in ("jax", "jaxlib", "tinygrad"):
         return False
     if framework == "torch":
@@ -56,7 +66,7 @@ def is_on_gpu(array):
 
 def _plain(array):
     """Take a torch tensor out of its graph; other arrays as they are."""
-    return array.detach() if _framework(array) == "torch" else array
+    return array.detach() if framework_of(array) == "torch" else array
 
 
 def facts_of(array):
@@ -86,15 +96,22 @@ def same_place(named):
     return next(iter(found))
 
 
-def empty_like(example):
-    """Return an uninitialised array of the kind of `example`, in GPU memory."""
-    framework = _framework(example)
-    if framework in ("cupy", "torch"):
-        return sys.modules[framework].empty_like(_plain(example))
+def empty(framework, shape, dtype, index, group=None):
+    """Return an uninitialised array on this rank's GPU `index`, of a package's kind or our own."""
+    if framework == "cupy":
+        return sys.modules["cupy"].empty(shape, dtype)
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=torch.device("cuda", index))
     from cdist import cuda
 
+    return cuda.empty(shape, dtype, group)
+
+
+def empty_like(example):
+    """Return an uninitialised array of the kind of `example`, in GPU memory."""
     facts = facts_of(example)
-    return cuda.empty(facts.shape, facts.dtype)
+    return empty(framework_of(example), facts.shape, facts.dtype, facts.index)
 
 
 class _Memory:
@@ -129,6 +146,9 @@ class GpuBuckets:
         group: None is the default group.
         index: of the GPU on which the arrays lie; -1: unknown.
 
+    Attributes:
+        index: of the GPU on which the group runs.
+
     Raises:
         ValueError: the group's part of this rank runs on another GPU.
         TypeError: no NCCL here.
@@ -142,6 +162,7 @@ class GpuBuckets:
             raise ValueError(
                 f"the arrays lie on GPU {index}, but this rank's part of the group runs on GPU {found}"
             )
+        self.index = found
         self._memory = []
         self._places = self._bytes = None
 
@@ -158,7 +179,7 @@ class GpuBuckets:
 
     def views(self, shapes, dtypes, example):
         """CuPy arrays over the places; `example` is of the kind that parameters are."""
-        if _framework(example) != "cupy":
+        if framework_of(example) != "cupy":
             raise TypeError(
                 f"cdist.Parameter over {type(example).__module__}.{type(example).__name__}: gradients in GPU "
                 "memory are added up by CuPy alone; give .grad by a parameter class of your own and call "

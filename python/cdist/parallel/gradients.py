@@ -5,7 +5,7 @@ import sys
 import numpy as np
 
 import cdist
-from cdist.parallel.gpu_buckets import GpuBuckets, facts_of, is_on_gpu, same_place
+from cdist.parallel.gpu_buckets import GpuBuckets, empty, facts_of, framework_of, is_on_gpu, same_place
 from cdist.parallel.parameter import as_kind_of, check_dtype, is_written_through, to_numpy
 from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_caps
 from cdist.parallel.verify import agree_on_parameters
@@ -110,6 +110,7 @@ class GradientReducer:
         gpu = same_place(leaves)
         arrays = [to_numpy(leaf) if gpu is None else facts_of(leaf) for _, leaf in leaves]
         self._names = [name for name, _ in leaves]
+        self._frameworks = [framework_of(leaf) for _, leaf in leaves]
         for name, array in zip(self._names, arrays, strict=True):
             check_dtype(f"GradientReducer: {name}", array.dtype)
         self._shapes = [array.shape for array in arrays]
@@ -205,8 +206,6 @@ class GradientReducer:
         return [leaf for (_, leaf), (_, is_there) in zip(leaves, self._places, strict=True) if is_there]
 
     def _run_on_gpu(self, leaves, facts):
-        from cdist import cuda
-
         stream = next((f.stream for f in facts if f is not None), 0)
         reducer = self._sync.reducer
         reducer.set_stream(stream)
@@ -219,7 +218,13 @@ class GradientReducer:
         results = [
             leaf
             if leaf is not None
-            else cuda.empty(self._shapes[index], self._dtypes[index], self.process_group)
+            else empty(
+                self._frameworks[index],
+                self._shapes[index],
+                self._dtypes[index],
+                self._gpu.index,
+                self.process_group,
+            )
             if used[index]
             else None
             for index, leaf in enumerate(leaves)

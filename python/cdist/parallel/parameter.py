@@ -3,7 +3,7 @@
 import numpy as np
 
 import cdist
-from cdist.parallel.gpu_buckets import is_on_gpu
+from cdist.parallel.gpu_buckets import framework_of, is_on_gpu
 
 
 class Parameter:
@@ -97,11 +97,6 @@ def unique_parameters(module, ignored=()):
     return found
 
 
-def _kind(value):
-    """Return the package that the type of a value belongs to."""
-    return type(value).__module__.split(".")[0]
-
-
 def _is_producer_only(value):
     """Tell whether a value offers its memory by DLPack and in no way that NumPy would take by itself."""
     return hasattr(value, "__dlpack__") and not hasattr(value, "__array__")
@@ -111,14 +106,14 @@ def to_numpy(leaf):
     """Return the values of a leaf as a NumPy array, uncopied if the framework shares it. CPU only."""
     if isinstance(leaf, np.ndarray):
         return leaf
-    if _kind(leaf) == "torch":
+    if framework_of(leaf) == "torch":
         leaf = leaf.detach()
         if str(leaf.dtype) == "torch.bfloat16":
             raise TypeError(
                 "torch's bfloat16 has no dtype in NumPy: wrap a torch module, or give such arrays as float32"
             )
         return leaf.numpy()
-    if _kind(leaf) == "tinygrad":
+    if framework_of(leaf) == "tinygrad":
         return leaf.numpy()
     if _is_producer_only(leaf):
         return np.from_dlpack(leaf)
@@ -127,7 +122,7 @@ def to_numpy(leaf):
 
 def is_written_through(value, array):
     """Tell whether writing to `array`, made by to_numpy, changes the value itself."""
-    shares = isinstance(value, np.ndarray) or _kind(value) == "torch" or _is_producer_only(value)
+    shares = isinstance(value, np.ndarray) or framework_of(value) == "torch" or _is_producer_only(value)
     return shares and array.flags.writeable
 
 
@@ -161,11 +156,11 @@ def as_kind_of(example, array):
         return array
     if np.isscalar(example):
         return array[()] if isinstance(example, np.generic) else array.item()
-    if _kind(example) in ("jax", "jaxlib"):
+    if framework_of(example) in ("jax", "jaxlib"):
         import jax.numpy
 
         return jax.numpy.asarray(array)
-    if _kind(example) == "torch":
+    if framework_of(example) == "torch":
         import torch
 
         return torch.from_numpy(array)
