@@ -404,3 +404,48 @@ def test_registered_memory(fakes):
 
     outcomes = run(body, 2, environ=fakes, check_leftovers=False)
     assert outcomes == [(rank, [[3.0] * 3] * 4) for rank in range(2)]
+
+
+def test_memory_is_not_given_back_while_the_gpu_works_with_it(fakes):
+    """NCCL takes it away under the kernels: whoever allocates much waits for them first."""
+
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        left = ctypes.CDLL(fakes["CDIST_CUDA_LIB"]).fake_cuda_left
+        left.restype = ctypes.c_long
+        x = xp.put(np.ones(3))
+        cdist.all_reduce(x)
+        xp.get(x)
+        used = cdist.empty(3, "float64", device="cuda")
+        if rank == 1:
+            time.sleep(0.5)
+        came = time.monotonic()
+        cdist.all_reduce(used)
+        before = left()
+        del used
+        kept = left() >= before
+        for _ in range(5):
+            cdist.empty(1 << 26, "uint8", device="cuda")
+        return kept, came, time.monotonic(), float(xp.get(x)[0])
+
+    first, second = run(body, 2, environ=fakes, check_leftovers=False)
+    assert first[0]
+    assert second[0]
+    assert first[2] > second[1]
+    assert (first[3], second[3]) == (2.0, 2.0)
+
+
+def test_memory_outlives_its_group(fakes):
+    def body(rank, world):
+        left = ctypes.CDLL(fakes["CDIST_CUDA_LIB"]).fake_cuda_left
+        left.restype = ctypes.c_long
+        x = cdist.empty(3, "float64", device="cuda")
+        memory = (ctypes.c_double * 3).from_address(x.__cuda_array_interface__["data"][0])
+        memory[:] = [rank + 1.0] * 3
+        cdist.all_reduce(x)
+        cdist.destroy_process_group()
+        values, there = list(memory), left()
+        del x
+        return values, there > left()
+
+    assert run(body, 2, environ=fakes, check_leftovers=False) == [([3.0] * 3, True)] * 2

@@ -248,6 +248,7 @@ void cd_gpu_backend_unref(cd_gpu_backend *b)
     pthread_mutex_destroy(&b->lock);
     pthread_mutex_destroy(&b->events_lock);
     pthread_mutex_destroy(&b->watch_lock);
+    pthread_mutex_destroy(&b->blocks_lock);
     pthread_cond_destroy(&b->watch_wake);
     free(b);
 }
@@ -325,6 +326,7 @@ static void init_locks(cd_gpu_backend *b)
     pthread_mutex_init(&b->lock, 0);
     pthread_mutex_init(&b->events_lock, 0);
     pthread_mutex_init(&b->watch_lock, 0);
+    pthread_mutex_init(&b->blocks_lock, 0);
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&b->watch_wake, &attributes);

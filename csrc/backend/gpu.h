@@ -12,10 +12,11 @@ cd_status cd_gpu_supports(cd_kind kind, cd_redop redop, cd_dtype dtype);
  * need no staging; plain device memory where NCCL is older than 2.19. Local. Waits with patience while another thread is inside.
  * Errors: CD_NO_MEMORY, CD_GPU, patience's. */
 cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
-/* The same from the driver, not registered. Its release waits for what still uses it, as the driver's does. */
+/* The same from the driver, not registered. */
 cd_status cd_gpu_alloc_plain(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
-/* Gives it back, now or, while somebody is inside NCCL or a coalesced group is open, with the next allocation or release; the
- * caller has made sure that no queued work uses it. Any thread, without waiting for others. Also after an abort. Takes NULL. */
+/* Gives it back. Queued work of any stream may still use it: it is kept until a later allocation, which waits for that work when
+ * much is kept or no other memory is left. Any thread, without waiting. Also after an abort, and after the group has freed the
+ * backend, which lives as long as its memory. Takes NULL. */
 void cd_gpu_release(cd_backend *backend, void *memory);
 
 typedef struct {

@@ -54,24 +54,21 @@ struct cd_gpu_deferred {
     cd_dims dims;    /* merged */
 };
 
+typedef enum { CD_GPU_BLOCK_USED, CD_GPU_BLOCK_RELEASED, CD_GPU_BLOCK_RIPE } cd_gpu_block_state;
+
 typedef struct {
     void *memory;
+    size_t bytes;
     void *handle; /* of ncclCommRegister, NULL: not registered */
     bool nccl;    /* from ncclMemAlloc */
+    cd_gpu_block_state state;
 } cd_gpu_block;
-
-/* Memory that was released while `lock` was taken. */
-typedef struct cd_gpu_dropped cd_gpu_dropped;
-struct cd_gpu_dropped {
-    cd_gpu_dropped *next;
-    void *memory;
-};
 
 struct cd_gpu_backend {
     cd_backend base;
     cd_team *team;
     int rank, world;
-    _Atomic uint32_t refs; /* the group's and one for each event that a caller holds */
+    _Atomic uint32_t refs; /* the group's, one for each event that a caller holds, one for each block */
 
     cd_driver driver;
     cd_nccl nccl;
@@ -109,9 +106,9 @@ struct cd_gpu_backend {
     _Atomic bool watch_stop, abort_wanted; /* written under watch_lock */
     uint64_t late_visit;        /* the watch's: the visit that was past its deadline at the last look */
 
-    cd_gpu_block *blocks; /* under lock */
-    size_t block_count, block_room;
-    _Atomic(cd_gpu_dropped *) dropped;
+    pthread_mutex_t blocks_lock; /* inside `lock` where both are held */
+    cd_gpu_block *blocks;
+    size_t block_count, block_room, released_bytes;
 };
 
 /* gpu_comm.c */

@@ -1,7 +1,11 @@
-/* Memory that NCCL knows, and the facts and copies of backend/gpu.h. */
+/* Memory that NCCL knows, and the facts of backend/gpu.h. */
 #include "backend/gpu_impl.h"
 
 #include <stdlib.h>
+
+/* Released memory is kept up to this sum: giving it back waits for the GPU, which has to be rare; no GPU
+ * misses so little. */
+#define KEPT_BYTES ((size_t)256 << 20)
 
 static void give_back(cd_gpu_backend *b, const cd_gpu_block *block)
 {
@@ -16,7 +20,8 @@ static void give_back(cd_gpu_backend *b, const cd_gpu_block *block)
 
 static cd_status take(cd_gpu_backend *b, size_t bytes, bool plain, cd_gpu_block *out)
 {
-    *out = (cd_gpu_block){.nccl = !plain && b->nccl.version >= CD_NCCL_MEMORY_SINCE && b->nccl.mem_alloc && b->nccl.mem_free};
+    bool nccl = !plain && b->nccl.version >= CD_NCCL_MEMORY_SINCE && b->nccl.mem_alloc && b->nccl.mem_free;
+    *out = (cd_gpu_block){.bytes = bytes, .nccl = nccl};
     if (!out->nccl) {
         cd_cu_address address = 0;
         CD_TRY(cd_driver_check(&b->driver, b->driver.mem_alloc(&address, bytes), "cuMemAlloc"));
@@ -33,37 +38,107 @@ static cd_status take(cd_gpu_backend *b, size_t bytes, bool plain, cd_gpu_block 
     return CD_OK;
 }
 
+/* The block is the caller's until it is released, also beyond the group's end: it holds the backend. */
 static cd_status remember(cd_gpu_backend *b, const cd_gpu_block *block)
 {
+    cd_status status = CD_OK;
+    pthread_mutex_lock(&b->blocks_lock);
     if (b->block_count == b->block_room) {
         size_t room = b->block_room ? b->block_room * 2 : 16;
         cd_gpu_block *more = realloc(b->blocks, room * sizeof *more);
-        if (!more)
-            return cd_fail(CD_NO_MEMORY, "no memory to remember a GPU allocation");
-        b->blocks = more;
-        b->block_room = room;
+        if (more) {
+            b->blocks = more;
+            b->block_room = room;
+        } else {
+            status = cd_fail(CD_NO_MEMORY, "no memory to remember a GPU allocation");
+        }
     }
-    b->blocks[b->block_count++] = *block;
+    if (status == CD_OK) {
+        b->blocks[b->block_count++] = *block;
+        atomic_fetch_add_explicit(&b->refs, 1, memory_order_relaxed);
+    }
+    pthread_mutex_unlock(&b->blocks_lock);
+    return status;
+}
+
+/* Everything that is released by now ripens; what is released while the GPU is waited for may be used by
+ * later work. */
+static void ripen(cd_gpu_backend *b)
+{
+    pthread_mutex_lock(&b->blocks_lock);
+    for (size_t i = 0; i < b->block_count; i++)
+        if (b->blocks[i].state == CD_GPU_BLOCK_RELEASED)
+            b->blocks[i].state = CD_GPU_BLOCK_RIPE;
+    pthread_mutex_unlock(&b->blocks_lock);
+}
+
+/* Takes a ripe block off the list. False: there is none. */
+static bool pick(cd_gpu_backend *b, cd_gpu_block *out)
+{
+    size_t i = 0;
+    pthread_mutex_lock(&b->blocks_lock);
+    while (i < b->block_count && b->blocks[i].state != CD_GPU_BLOCK_RIPE)
+        i++;
+    bool found = i < b->block_count;
+    if (found) {
+        *out = b->blocks[i];
+        b->released_bytes -= out->bytes;
+        b->blocks[i] = b->blocks[--b->block_count];
+    }
+    pthread_mutex_unlock(&b->blocks_lock);
+    return found;
+}
+
+static size_t released_bytes(cd_gpu_backend *b)
+{
+    pthread_mutex_lock(&b->blocks_lock);
+    size_t bytes = b->released_bytes;
+    pthread_mutex_unlock(&b->blocks_lock);
+    return bytes;
+}
+
+static cd_status wait_for_gpu(void *arg)
+{
+    cd_gpu_backend *b = arg;
+    bool pushed;
+    CD_TRY(cd_gpu_enter(&b->gpu, &pushed));
+    cd_cu_result result = b->driver.ctx_synchronize();
+    cd_gpu_leave(&b->gpu, pushed);
+    return cd_driver_check(&b->driver, result, "cuCtxSynchronize");
+}
+
+/* NCCL's kernels leave the GPU when the watch aborts them at their deadline; nothing ends those of others. */
+static void stop_waiting(void *arg)
+{
+    (void)arg;
+}
+
+/* Gives back what was released, when all work that was queued by then, in any stream, is through: NCCL's
+ * memory is taken away under kernels that use it (2.28 on an H200: "an illegal memory access"), where the
+ * driver's own waits. Under lock, context current; not while a coalesced group is open, whose operations are
+ * yet to be launched. */
+static cd_status reclaim(cd_gpu_backend *b, const cd_patience *patience)
+{
+    cd_gpu_block block;
+    cd_patience own = *patience;
+    own.cause = b->team->cause;
+    ripen(b);
+    CD_TRY(cd_gpu_errand(wait_for_gpu, stop_waiting, b, &own));
+    while (pick(b, &block))
+        give_back(b, &block);
     return CD_OK;
 }
 
-/* Gives back what was released. Under lock, context current; not while a coalesced group is open, whose operations are yet to be
- * launched. */
-static void sweep(cd_gpu_backend *b)
+static cd_status take_or_reclaim(cd_gpu_backend *b, size_t bytes, bool plain, const cd_patience *patience,
+                                 bool inside, cd_gpu_block *out)
 {
-    /* Acquire: pairs with the release in cd_gpu_release. */
-    cd_gpu_dropped *next, *dropped = atomic_exchange_explicit(&b->dropped, 0, memory_order_acquire);
-    for (; dropped; dropped = next) {
-        size_t i = 0;
-        while (i < b->block_count && b->blocks[i].memory != dropped->memory)
-            i++;
-        if (i < b->block_count) {
-            give_back(b, &b->blocks[i]);
-            b->blocks[i] = b->blocks[--b->block_count];
-        }
-        next = dropped->next;
-        free(dropped);
-    }
+    if (!inside && released_bytes(b) >= KEPT_BYTES)
+        CD_TRY(reclaim(b, patience));
+    cd_status status = take(b, bytes, plain, out);
+    if (status == CD_OK || inside || released_bytes(b) == 0)
+        return status;
+    CD_TRY(reclaim(b, patience));
+    return take(b, bytes, plain, out);
 }
 
 static cd_status alloc(cd_backend *backend, size_t bytes, bool plain, const cd_patience *patience, void **out)
@@ -77,9 +152,7 @@ static cd_status alloc(cd_backend *backend, size_t bytes, bool plain, const cd_p
     }
     cd_status status = cd_gpu_enter(&b->gpu, &pushed);
     if (status == CD_OK) {
-        if (!inside)
-            sweep(b);
-        status = take(b, bytes ? bytes : 1, plain, &block);
+        status = take_or_reclaim(b, bytes ? bytes : 1, plain, patience, inside, &block);
         if (status == CD_OK && (status = remember(b, &block)) != CD_OK)
             give_back(b, &block);
         cd_gpu_leave(&b->gpu, pushed);
@@ -106,34 +179,28 @@ cd_status cd_gpu_alloc_plain(cd_backend *backend, size_t bytes, const cd_patienc
 void cd_gpu_release(cd_backend *backend, void *memory)
 {
     cd_gpu_backend *b = (cd_gpu_backend *)backend;
-    cd_gpu_dropped *dropped = memory ? malloc(sizeof *dropped) : 0;
-    bool pushed;
-    if (!dropped) /* kept until the backend is freed */
-        return;
-    dropped->memory = memory;
-    dropped->next = atomic_load_explicit(&b->dropped, memory_order_relaxed);
-    /* Release: who takes the list sees the entry. */
-    while (!atomic_compare_exchange_weak_explicit(&b->dropped, &dropped->next, dropped, memory_order_release,
-                                                  memory_order_relaxed)) {
+    bool known = false;
+    /* Held for a look at the list alone, never around a call into NCCL or the driver: nobody waits here. */
+    pthread_mutex_lock(&b->blocks_lock);
+    for (size_t i = 0; memory && i < b->block_count && !known; i++) {
+        cd_gpu_block *block = &b->blocks[i];
+        known = block->memory == memory && block->state == CD_GPU_BLOCK_USED;
+        if (known) {
+            block->state = CD_GPU_BLOCK_RELEASED;
+            b->released_bytes += block->bytes;
+        }
     }
-    /* Never waits: the finaliser of an array may run in the very thread that holds the lock (in a coalesced group; in a signal's
-     * handler). Then the next allocation or release sweeps. */
-    if (pthread_mutex_trylock(&b->lock) != 0)
-        return;
-    cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
-    if (cd_gpu_enter(&b->gpu, &pushed) == CD_OK) {
-        sweep(b);
-        cd_gpu_leave(&b->gpu, pushed);
-    }
-    cd_gpu_come_out(b);
-    pthread_mutex_unlock(&b->lock);
+    pthread_mutex_unlock(&b->blocks_lock);
+    if (known)
+        cd_gpu_backend_unref(b);
 }
 
 void cd_gpu_blocks_close(cd_gpu_backend *b)
 {
-    sweep(b);
-    for (size_t i = 0; i < b->block_count; i++)
-        give_back(b, &b->blocks[i]);
+    /* Where the GPU cannot be waited for (the thread captures a graph), its memory ends with the process. */
+    if (b->block_count > 0 && b->driver.ctx_synchronize() == CD_CU_SUCCESS)
+        for (size_t i = 0; i < b->block_count; i++)
+            give_back(b, &b->blocks[i]);
     free(b->blocks);
 }
 
@@ -141,24 +208,4 @@ cd_gpu_facts cd_gpu_describe(const cd_backend *backend)
 {
     const cd_gpu_backend *b = (const cd_gpu_backend *)backend;
     return (cd_gpu_facts){b->gpu.index, b->nccl.version, b->kernels.origin, b->gpu.name, b->gpu.pci};
-}
-
-cd_status cd_gpu_copy_in(cd_backend *backend, void *to, const void *from, size_t bytes)
-{
-    cd_gpu_backend *b = (cd_gpu_backend *)backend;
-    bool pushed;
-    CD_TRY(cd_gpu_enter(&b->gpu, &pushed));
-    cd_cu_result result = b->driver.copy_to_device(cd_gpu_address(to), from, bytes);
-    cd_gpu_leave(&b->gpu, pushed);
-    return cd_driver_check(&b->driver, result, "cuMemcpyHtoD");
-}
-
-cd_status cd_gpu_copy_out(cd_backend *backend, void *to, const void *from, size_t bytes)
-{
-    cd_gpu_backend *b = (cd_gpu_backend *)backend;
-    bool pushed;
-    CD_TRY(cd_gpu_enter(&b->gpu, &pushed));
-    cd_cu_result result = b->driver.copy_to_host(to, cd_gpu_address(from), bytes);
-    cd_gpu_leave(&b->gpu, pushed);
-    return cd_driver_check(&b->driver, result, "cuMemcpyDtoH");
 }

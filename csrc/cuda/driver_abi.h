@@ -78,6 +78,7 @@ typedef struct {
     X(ctx_get_device, cuCtxGetDevice, (cd_cu_device *out))                                                        \
     X(ctx_push, cuCtxPushCurrent_v2, (cd_cu_context context))                                                     \
     X(ctx_pop, cuCtxPopCurrent_v2, (cd_cu_context *out))                                                          \
+    X(ctx_synchronize, cuCtxSynchronize, (void))                                                                  \
     X(ctx_priorities, cuCtxGetStreamPriorityRange, (int *least_p, int *greatest_p))                               \
     X(stream_create, cuStreamCreateWithPriority, (cd_cu_stream *out, unsigned flags, int priority))               \
     X(stream_destroy, cuStreamDestroy_v2, (cd_cu_stream stream))                                                  \

@@ -47,6 +47,17 @@ static PyObject *gpu_open(PyObject *module, PyObject *args)
                          "name", facts.name, "pci", facts.pci);
 }
 
+static const char memory_name[] = "cdist._core.gpu_memory";
+
+static void free_memory(PyObject *capsule)
+{
+    void *memory = PyCapsule_GetPointer(capsule, memory_name);
+    cd_backend *gpu = PyCapsule_GetContext(capsule);
+    Py_BEGIN_ALLOW_THREADS
+    cd_gpu_release(gpu, memory);
+    Py_END_ALLOW_THREADS
+}
+
 static PyObject *gpu_alloc(PyObject *module, PyObject *args)
 {
     PyObject *object;
@@ -64,24 +75,15 @@ static PyObject *gpu_alloc(PyObject *module, PyObject *args)
     cd_py_wait_detach(&wait);
     cd_status status = (plain ? cd_gpu_alloc_plain : cd_gpu_alloc)(gpu, (size_t)bytes, &patience, &memory);
     cd_py_wait_end(&wait);
-    return status == CD_OK ? PyLong_FromVoidPtr(memory) : cd_py_raise_from(state, status, "empty");
-}
-
-static PyObject *gpu_release(PyObject *module, PyObject *args)
-{
-    PyObject *object, *address;
-    cd_py_state *state = cd_py_state_of(module);
-    if (!PyArg_ParseTuple(args, "O!O", state->group_type, &object, &address))
-        return NULL;
-    void *memory = PyLong_AsVoidPtr(address);
-    if (PyErr_Occurred())
-        return NULL;
-    cd_backend *gpu = cd_group_backend(((cd_py_group *)object)->group, CD_CUDA);
-    Py_BEGIN_ALLOW_THREADS
-    if (gpu)
+    if (status != CD_OK)
+        return cd_py_raise_from(state, status, "empty");
+    PyObject *owner = PyCapsule_New(memory, memory_name, free_memory);
+    if (!owner) {
         cd_gpu_release(gpu, memory);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+        return NULL;
+    }
+    PyCapsule_SetContext(owner, gpu);
+    return Py_BuildValue("(NN)", PyLong_FromVoidPtr(memory), owner);
 }
 
 static PyObject *gpu_facts(PyObject *module, PyObject *object)
@@ -245,14 +247,13 @@ static PyMethodDef methods[] = {
     {"_gpu_reduces", gpu_reduces, METH_VARARGS, "_gpu_reduces(op, dtype)\n--\n\nWhether NCCL has the reduction for the dtype."},
     {"_gpu_open", gpu_open, METH_VARARGS, "_gpu_open(group, index)\n--\n\nConnects the GPUs of the group; collective."},
     {"_gpu_alloc", gpu_alloc, METH_VARARGS,
-     "_gpu_alloc(group, bytes, plain=False)\n--\n\nAddress of GPU memory, registered with NCCL unless plain."},
+     "_gpu_alloc(group, bytes, plain=False)\n--\n\nAddress and owner of GPU memory, registered with NCCL unless plain."},
     {"_gpu_facts", gpu_facts, METH_O,
      "_gpu_facts(array)\n--\n\n(GPU or -1, dtype, shape, bytes of an element, current stream) of an array in GPU memory; None "
      "for\nan array elsewhere."},
     {"_gpu_pack", gpu_pack, METH_VARARGS,
      "_gpu_pack(group, arrays, addresses, bytes, stream, back)\n--\n\nEnqueues copies of arrays to packed memory or, back, from "
      "there; None stands for zeros."},
-    {"_gpu_release", gpu_release, METH_VARARGS, "_gpu_release(group, address)\n--\n\nGives it back."},
     {"_gpu_coalesce_begin", coalesce_begin, METH_VARARGS,
      "_gpu_coalesce_begin(group, tensor)\n--\n\nOperations from here to the end are one launch; False on the CPU. `tensor`\n"
      "tells where they run; None: where the group has connected GPUs already."},

@@ -1,7 +1,6 @@
 """Memory on this rank's GPU that NCCL has registered."""
 
 import math
-import weakref
 
 import numpy
 
@@ -30,8 +29,7 @@ class CudaArray:
     def __init__(self, group, shape, dtype):
         self.shape, self.dtype = shape, dtype
         self.device = _Device(_core._gpu_open(group, -1)["index"])
-        self._address = _core._gpu_alloc(group, math.prod(shape) * dtype.itemsize)
-        weakref.finalize(self, _core._gpu_release, group, self._address).atexit = False
+        self._address, self._owner = _core._gpu_alloc(group, math.prod(shape) * dtype.itemsize)
 
     @property
     def __cuda_array_interface__(self):
@@ -52,7 +50,8 @@ class CudaArray:
 def empty(shape, dtype="float32", group=None) -> CudaArray:
     """Return an uninitialised array in GPU memory that is registered with the group's communicator.
 
-    The first call on a group that has no GPU connection yet makes one, collectively.
+    The first call on a group that has no GPU connection yet makes one, collectively. The array may be dropped
+    while the GPU still works with it, and outlives the group: its memory is given back by a later call.
 
     Args:
         shape: an int or a tuple of ints.

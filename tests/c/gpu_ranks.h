@@ -28,6 +28,8 @@ typedef struct {
     cd_team team;
     cd_backend *backend;
     cd_patience patience;
+    void *memory[64]; /* from gpu_alloc, not yet released */
+    int held;
 } gpu_rank;
 
 static inline void gpu_use_fakes(void)
@@ -98,7 +100,20 @@ static inline void gpu_rank_open(gpu_rank *r, gpu_group *g, int rank)
 
 static inline void gpu_rank_close(gpu_rank *r)
 {
-    r->backend->ops->free(r->backend);
+    cd_backend *backend = r->backend;
+    backend->ops->free(backend);
+    /* The last one ends the backend: whatever a test has released itself is in the list no longer. */
+    while (r->held > 0)
+        cd_gpu_release(backend, r->memory[--r->held]);
+}
+
+/* Before the backend ends. */
+static inline void gpu_release(gpu_rank *r, void *memory)
+{
+    for (int i = 0; i < r->held; i++)
+        if (r->memory[i] == memory)
+            r->memory[i] = r->memory[--r->held];
+    cd_gpu_release(r->backend, memory);
 }
 
 static inline void *gpu_alloc(gpu_rank *r, size_t bytes)
@@ -106,6 +121,8 @@ static inline void *gpu_alloc(gpu_rank *r, size_t bytes)
     void *memory = 0;
     CHECK_OK(cd_gpu_alloc(r->backend, bytes, &r->patience, &memory));
     memset(memory, 0, bytes);
+    CHECK(r->held < (int)(sizeof r->memory / sizeof r->memory[0]));
+    r->memory[r->held++] = memory;
     return memory;
 }
 

@@ -46,7 +46,7 @@ static void check_all_reduce(gpu_rank *r, int rank)
     gpu_flush(r);
     for (int i = 0; i < COUNT; i++)
         CHECK(x[i] == (float)(i % 97 * N + 6) * 2);
-    cd_gpu_release(r->backend, x);
+    gpu_release(r, x);
 }
 
 static void check_rooted(gpu_rank *r, int rank)
@@ -84,8 +84,8 @@ static void check_rooted(gpu_rank *r, int rank)
         for (int i = 0; i < N; i++)
             CHECK(x[i] == 100 * root + rank * N + i);
     }
-    cd_gpu_release(r->backend, x);
-    cd_gpu_release(r->backend, all);
+    gpu_release(r, x);
+    gpu_release(r, all);
 }
 
 static void check_gathers(gpu_rank *r, int rank)
@@ -110,8 +110,8 @@ static void check_gathers(gpu_rank *r, int rank)
     for (int j = 0; j < N; j++)
         for (int i = 0; i <= j; i++)
             CHECK(all[(N - 1 - j) * N + i] == j * 100 + i);
-    cd_gpu_release(r->backend, x);
-    cd_gpu_release(r->backend, all);
+    gpu_release(r, x);
+    gpu_release(r, all);
 }
 
 static void check_reduce_scatter(gpu_rank *r, int rank)
@@ -137,8 +137,8 @@ static void check_reduce_scatter(gpu_rank *r, int rank)
         first += uneven[j];
     for (size_t i = 0; i < uneven[rank]; i++)
         CHECK(y[i] == (float)((first + i) * N + 6));
-    cd_gpu_release(r->backend, x);
-    cd_gpu_release(r->backend, y);
+    gpu_release(r, x);
+    gpu_release(r, y);
 }
 
 static void check_all_to_all(gpu_rank *r, int rank)
@@ -154,8 +154,8 @@ static void check_all_to_all(gpu_rank *r, int rank)
     for (int j = 0; j < N; j++)
         for (int i = 0; i < BIG; i++)
             CHECK(y[j * BIG + i] == j * 1000000 + rank * BIG + i);
-    cd_gpu_release(r->backend, x);
-    cd_gpu_release(r->backend, y);
+    gpu_release(r, x);
+    gpu_release(r, y);
 }
 
 static void check_ring(gpu_rank *r, int rank)
@@ -185,8 +185,8 @@ static void check_ring(gpu_rank *r, int rank)
     r->backend->ops->event_free(received);
     recv.peer = -1;
     CHECK_FAILS(r->backend->ops->run(r->backend, &recv, &r->patience), CD_UNSUPPORTED);
-    cd_gpu_release(r->backend, x);
-    cd_gpu_release(r->backend, y);
+    gpu_release(r, x);
+    gpu_release(r, y);
 }
 
 /* Columns 1 and 3 of a 100 × 4 matrix, a reversed vector, and both inside a coalesced group: packed and unpacked. */
@@ -212,8 +212,8 @@ static void check_strided(gpu_rank *r, int rank)
         CHECK(x[i] == (float)(i * (i % 2 ? 10 : rank + 1)));
     for (int i = 0; i < 50; i++)
         CHECK(v[i] == (float)(i * N + 6));
-    cd_gpu_release(r->backend, x);
-    cd_gpu_release(r->backend, v);
+    gpu_release(r, x);
+    gpu_release(r, v);
 }
 
 static void check_types(gpu_rank *r, int rank)
@@ -249,9 +249,9 @@ static void check_types(gpu_rank *r, int rank)
         CHECK(c[i] == (float)(6 + 4 * i));
     op.redop = CD_PRODUCT;
     CHECK_FAILS(r->backend->ops->run(r->backend, &op, &r->patience), CD_UNSUPPORTED);
-    cd_gpu_release(r->backend, h);
-    cd_gpu_release(r->backend, b);
-    cd_gpu_release(r->backend, c);
+    gpu_release(r, h);
+    gpu_release(r, b);
+    gpu_release(r, c);
 }
 
 /* An asynchronous operation runs in the group's stream, behind the caller's and before what joins it. */
@@ -284,9 +284,9 @@ static void check_async(gpu_rank *r, int rank)
         for (int i = 0; i < COUNT; i++)
             CHECK(z[i] == (i + round) * N + 6);
     }
-    cd_gpu_release(r->backend, x);
-    cd_gpu_release(r->backend, y);
-    cd_gpu_release(r->backend, z);
+    gpu_release(r, x);
+    gpu_release(r, y);
+    gpu_release(r, z);
     CHECK(destroy(stream) == 0);
 }
 
@@ -320,7 +320,7 @@ static void check_capture(gpu_rank *r)
     pthread_barrier_wait(&r->group->barrier);
     end(stream);
     CHECK(violations() == 0);
-    cd_gpu_release(r->backend, x);
+    gpu_release(r, x);
     CHECK(destroy(stream) == 0);
 }
 

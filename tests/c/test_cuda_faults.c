@@ -129,7 +129,7 @@ static void bad_calls_main(int rank, void *ctx)
     CHECK_OK(r.backend->ops->run(r.backend, &op, &r.patience));
     gpu_flush(&r);
     CHECK(*(int *)good.data == 3);
-    cd_gpu_release(other.backend, wrong.data);
+    gpu_release(&other, wrong.data);
     gpu_rank_close(&other);
     gpu_rank_close(&r);
 }

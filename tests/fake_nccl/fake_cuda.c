@@ -458,6 +458,23 @@ static void drain_device(void)
         fake_stream_drain(found[--count]);
 }
 
+cd_cu_result cuCtxSynchronize(void)
+{
+    drain_device();
+    return 0;
+}
+
+/* As NCCL gives memory back: under whatever uses it, which then finds something else there. */
+void fake_unmap(void *memory)
+{
+    pthread_mutex_lock(&lock);
+    for (region *r = regions; r; r = r->next)
+        if (r->base == memory)
+            memset(memory, 0xDD, r->bytes);
+    pthread_mutex_unlock(&lock);
+    give_back(memory);
+}
+
 cd_cu_result cuMemFree_v2(cd_cu_address address)
 {
     drain_device();

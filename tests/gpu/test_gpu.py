@@ -240,6 +240,35 @@ def test_registered_memory():
     assert gpu_run(body) == [16.0, 16.0]
 
 
+def test_registered_memory_is_kept_for_the_kernels_that_use_it():
+    """ncclMemFree alone takes it away under them, which ends the process's use of the GPU."""
+
+    def body(rank, world):
+        torch = Torch(rank).torch
+        side = torch.cuda.Stream()
+        first = torch.ones(1, device="cuda")
+        cdist.all_reduce(first)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1000)
+            torch.zeros(5, device="cuda").add_(1)
+        torch.cuda.synchronize()
+        for size in (1000, 20_000_000, 200_000_000, 1000):
+            x = torch.as_tensor(cdist.empty((size,), "float32", device="cuda"), device="cuda")
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(300_000_000)
+                x.fill_(1.0)
+                x.add_(1)
+            del x
+        torch.cuda.synchronize()
+        kept = torch.as_tensor(cdist.empty((1000,), "float32", device="cuda"), device="cuda")
+        kept.fill_(rank + 1)
+        cdist.all_reduce(kept)
+        cdist.destroy_process_group()
+        return kept.eq(3).all().item()
+
+    assert gpu_run(body) == [True, True]
+
+
 def test_destroying_a_group_lets_the_work_on_the_gpu_end():
     def body(rank, world):
         torch = Torch(rank).torch

@@ -1,7 +1,6 @@
 """Gradients in GPU memory: what is known of them, their buckets, and the copies between the two."""
 
 import sys
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,11 +114,10 @@ def empty_like(example):
 
 
 class _Memory:
-    """Plain memory on the group's GPU: giving it back waits for what still uses it."""
+    """Plain memory on the group's GPU; it may be dropped while the GPU still works with it."""
 
     def __init__(self, group, size):
-        self.address = _core._gpu_alloc(group, size, True)
-        weakref.finalize(self, _core._gpu_release, group, self.address).atexit = False
+        self.address, self._owner = _core._gpu_alloc(group, size, True)
 
 
 class _Slot:
