@@ -39,8 +39,9 @@ def test_a_framework_trains_alike_on_every_world_size(package, worlds, limit):
         assert float(re.search(r"test accuracy: ([\d.]+)%", text)[1]) >= 97
 
 
-def test_cupy_example_runs_on_numpy_too():
-    losses = curve(run(2, ROOT / "examples/cupy_mlp.py"))
+@pytest.mark.parametrize("name", ["cupy_mlp.py", "cupy_ddp.py"])
+def test_cupy_example_runs_on_numpy_too(name):
+    losses = curve(run(2, ROOT / "examples" / name))
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 2
 

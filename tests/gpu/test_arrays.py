@@ -133,10 +133,11 @@ def test_jax_arrays_can_be_sent_and_their_gradients_reduced():
         assert outcome[1] == 1.5, outcome
 
 
-def test_example_trains(tmp_path):
-    example = ROOT / "examples" / "cupy_mlp.py"
-    command = [sys.executable, "-m", "cdist.run", "--nproc-per-node", "2", str(example)]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "CDIST_LOG": "plan"}
+@pytest.mark.parametrize("example", ["cupy_mlp.py", "cupy_ddp.py"])
+def test_example_trains(example, tmp_path):
+    script = ROOT / "examples" / example
+    command = [sys.executable, "-m", "cdist.run", "--nproc-per-node", "2", str(script)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
