@@ -35,9 +35,4 @@ cd_gpu_facts cd_gpu_describe(const cd_backend *backend);
  * CD_UNSUPPORTED beyond 8 merged dimensions. */
 cd_status cd_gpu_pack(cd_backend *backend, const cd_span *spans, void *const *packed, size_t count, bool back, void *stream);
 
-/* Copies between this host's memory and the GPU, behind all work of the legacy default stream; return when done. For tests
- * and object collectives. */
-cd_status cd_gpu_copy_in(cd_backend *backend, void *to, const void *from, size_t bytes);
-cd_status cd_gpu_copy_out(cd_backend *backend, void *to, const void *from, size_t bytes);
-
 #endif

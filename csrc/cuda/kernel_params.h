@@ -17,12 +17,11 @@ typedef struct {
 typedef struct {
     void *to;
     const void *from;
-    unsigned long long count; /* bytes for copies, elements for moves */
+    unsigned long long bytes;
 } cd_kernel_piece;
 
 typedef struct {
     cd_kernel_piece pieces[CD_KERNEL_PIECES];
-    double factor; /* of moves */
     int count;
 } cd_kernel_list;
 

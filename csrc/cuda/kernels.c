@@ -10,14 +10,6 @@ _Static_assert(sizeof(cd_kernel_list) < 4096, "a launch carries at most 4 KiB of
 
 enum { THREADS = 256, BLOCKS_PER_SM = 8 };
 
-static const struct {
-    cd_dtype from, to;
-} move_types[CD_KERNEL_MOVES] = {
-    {CD_FLOAT64, CD_FLOAT64},   {CD_FLOAT32, CD_FLOAT32},   {CD_FLOAT16, CD_FLOAT16},
-    {CD_BFLOAT16, CD_BFLOAT16}, {CD_FLOAT32, CD_FLOAT16},   {CD_FLOAT16, CD_FLOAT32},
-    {CD_FLOAT32, CD_BFLOAT16},  {CD_BFLOAT16, CD_FLOAT32},
-};
-
 static bool find_functions(cd_kernels *k)
 {
     const cd_driver *d = k->gpu->driver;
@@ -28,10 +20,6 @@ static bool find_functions(cd_kernels *k)
         all &= d->module_function(&k->pack[w], k->module, name) == CD_CU_SUCCESS;
         snprintf(name, sizeof name, "cd_unpack_%d", 1 << w);
         all &= d->module_function(&k->unpack[w], k->module, name) == CD_CU_SUCCESS;
-    }
-    for (int m = 0; m < CD_KERNEL_MOVES; m++) {
-        snprintf(name, sizeof name, "cd_move_%s_%s", cd_dtype_name(move_types[m].from), cd_dtype_name(move_types[m].to));
-        all &= d->module_function(&k->moves[m], k->module, name) == CD_CU_SUCCESS;
     }
     return all;
 }
@@ -204,24 +192,23 @@ cd_status cd_kernels_unpack(const cd_kernels *kernels, void *data, const cd_dims
     return launch_strided(kernels, kernels->unpack, data, dims, item_bytes, (void *)packed, stream);
 }
 
-/* Launches `function` over the pieces, a table at a time. */
-static cd_status launch_list(const cd_kernels *k, cd_cu_function function, const cd_kernel_piece *pieces, size_t count,
-                             double factor, unsigned units_shift, cd_cu_stream stream)
+/* One launch for each table of pieces. */
+static cd_status copy_by_kernel(const cd_kernels *k, const cd_kernel_piece *pieces, size_t count, cd_cu_stream stream)
 {
     const cd_driver *d = k->gpu->driver;
-    cd_kernel_list list = {.factor = factor};
+    cd_kernel_list list = {0};
     for (size_t done = 0; done < count; done += (size_t)list.count) {
         uint64_t largest = 0;
         list.count = (int)(count - done < CD_KERNEL_PIECES ? count - done : CD_KERNEL_PIECES);
         for (int i = 0; i < list.count; i++) {
             list.pieces[i] = pieces[done + (size_t)i];
-            if (list.pieces[i].count > largest)
-                largest = list.pieces[i].count;
+            if (list.pieces[i].bytes > largest)
+                largest = list.pieces[i].bytes;
         }
         void *arguments[] = {&list};
         CD_TRY(cd_driver_check(d,
-                               d->launch(function, blocks_for(k, largest >> units_shift), (unsigned)list.count, 1, THREADS,
-                                         1, 1, 0, stream, arguments, 0),
+                               d->launch(k->copy_pieces, blocks_for(k, largest / 16), (unsigned)list.count, 1, THREADS, 1, 1,
+                                         0, stream, arguments, 0),
                                "launch of the pieces kernel"));
     }
     return CD_OK;
@@ -232,25 +219,14 @@ cd_status cd_kernels_copy(const cd_kernels *kernels, const cd_kernel_piece *piec
     const cd_driver *d = kernels->gpu->driver;
     /* One piece is what the driver's own copy does best. */
     if (kernels->module && count > 1)
-        return launch_list(kernels, kernels->copy_pieces, pieces, count, 1.0, 4, stream);
+        return copy_by_kernel(kernels, pieces, count, stream);
     for (size_t i = 0; i < count; i++) {
-        if (pieces[i].count == 0)
+        if (pieces[i].bytes == 0)
             continue;
         CD_TRY(cd_driver_check(d,
                                d->copy_async((cd_cu_address)(uintptr_t)pieces[i].to,
-                                             (cd_cu_address)(uintptr_t)pieces[i].from, pieces[i].count, stream),
+                                             (cd_cu_address)(uintptr_t)pieces[i].from, pieces[i].bytes, stream),
                                "cuMemcpyAsync"));
     }
     return CD_OK;
-}
-
-cd_status cd_kernels_move(const cd_kernels *kernels, const cd_kernel_piece *pieces, size_t count, cd_dtype from_type,
-                          cd_dtype to_type, double factor, cd_cu_stream stream)
-{
-    if (!kernels->module)
-        return cd_fail(CD_UNSUPPORTED, "no GPU kernels here: the build had no nvcc and NVRTC was not found");
-    for (int m = 0; m < CD_KERNEL_MOVES; m++)
-        if (move_types[m].from == from_type && move_types[m].to == to_type)
-            return launch_list(kernels, kernels->moves[m], pieces, count, factor, 2, stream);
-    return cd_fail(CD_UNSUPPORTED, "no GPU kernel moves %s to %s", cd_dtype_name(from_type), cd_dtype_name(to_type));
 }

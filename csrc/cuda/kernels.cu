@@ -1,4 +1,4 @@
-// Kernels that move arrays on one GPU: strided ↔ packed, many pieces at once, and many pieces with a factor and a cast.
+// Kernels that copy arrays on one GPU: strided ↔ packed, and many pieces at once.
 // Built by nvcc into the extension where there is one, else by NVRTC at first use: so no header of the toolkit is used here.
 #include "cuda/kernel_params.h"
 
@@ -73,67 +73,11 @@ extern "C" __global__ void cd_copy_pieces(const __grid_constant__ cd_kernel_list
     u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x, step = (u64)gridDim.x * blockDim.x;
     u64 done = 0;
     if ((((u64)piece.to | (u64)piece.from) & 15) == 0) {
-        u64 units = piece.count / 16;
+        u64 units = piece.bytes / 16;
         for (u64 i = first; i < units; i += step)
             ((u128 *)piece.to)[i] = ((const u128 *)piece.from)[i];
         done = units * 16;
     }
-    for (u64 i = done + first; i < piece.count; i += step)
+    for (u64 i = done + first; i < piece.bytes; i += step)
         ((u8 *)piece.to)[i] = ((const u8 *)piece.from)[i];
 }
-
-// 16-bit floats by the instructions themselves; NVRTC alone has no cuda_fp16.h.
-struct f16 {
-    u16 bits;
-};
-struct bf16 {
-    u16 bits;
-};
-
-__device__ inline double load(const double &x) { return x; }
-__device__ inline float load(const float &x) { return x; }
-__device__ inline float load(const f16 &x)
-{
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
-    return wide;
-}
-__device__ inline float load(const bf16 &x) { return __uint_as_float((u32)x.bits << 16); }
-
-__device__ inline void store(double &to, double x) { to = x; }
-__device__ inline void store(float &to, double x) { to = (float)x; }
-__device__ inline void store(float &to, float x) { to = x; }
-__device__ inline void store(f16 &to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
-__device__ inline void store(bf16 &to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x)); }
-
-template <typename T> struct arithmetic {
-    typedef float type;
-};
-template <> struct arithmetic<double> {
-    typedef double type;
-};
-
-// to = (To)(from × factor), in place too.
-template <typename From, typename To> __device__ inline void move_pieces(const cd_kernel_list &list)
-{
-    typedef typename arithmetic<From>::type Wide;
-    const cd_kernel_piece piece = list.pieces[blockIdx.y];
-    Wide factor = (Wide)list.factor;
-    u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < piece.count; i += step)
-        store(((To *)piece.to)[i], load(((const From *)piece.from)[i]) * factor);
-}
-
-#define MOVE(from, From, to, To)                                                                          \
-    extern "C" __global__ void cd_move_##from##_##to(const __grid_constant__ cd_kernel_list list)         \
-    {                                                                                                     \
-        move_pieces<From, To>(list);                                                                      \
-    }
-MOVE(float64, double, float64, double)
-MOVE(float32, float, float32, float)
-MOVE(float16, f16, float16, f16)
-MOVE(bfloat16, bf16, bfloat16, bf16)
-MOVE(float32, float, float16, f16)
-MOVE(float16, f16, float32, float)
-MOVE(float32, float, bfloat16, bf16)
-MOVE(bfloat16, bf16, float32, float)

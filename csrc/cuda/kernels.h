@@ -1,7 +1,6 @@
 /* Our kernels on one GPU. Three ways to have them, tried in this order: the image that nvcc made when the extension was built;
  * their source, compiled by NVRTC when it is found (about 0.3 s, once a group); neither: strided copies go through the driver
- * (one 2-D copy per plane, or one copy per element where strides are not plane-like: slow, correct), and moves with a factor
- * or a cast are refused. */
+ * (one 2-D copy per plane, or one copy per element where strides are not plane-like: slow, correct). */
 #ifndef CD_CUDA_KERNELS_H
 #define CD_CUDA_KERNELS_H
 
@@ -13,7 +12,7 @@
 extern CD_WEAK const unsigned char cd_kernels_image[]; /* fatbin; its first byte is 0 where the build had no nvcc */
 extern CD_WEAK const char cd_kernels_source[];
 
-enum { CD_KERNEL_WIDTHS = 5, CD_KERNEL_MOVES = 8 };
+enum { CD_KERNEL_WIDTHS = 5 };
 
 typedef struct {
     const cd_gpu *gpu;
@@ -21,7 +20,6 @@ typedef struct {
     const char *origin;  /* "nvcc", "nvrtc" or "driver copies" */
     cd_cu_function pack[CD_KERNEL_WIDTHS], unpack[CD_KERNEL_WIDTHS]; /* by log2 of the unit's bytes */
     cd_cu_function copy_pieces;
-    cd_cu_function moves[CD_KERNEL_MOVES];
 } cd_kernels;
 
 /* The GPU's context must be current for all of these. Never fails: what is missing makes it slower (see above). */
@@ -34,11 +32,7 @@ cd_status cd_kernels_pack(const cd_kernels *kernels, const void *data, const cd_
                           void *packed, cd_cu_stream stream);
 cd_status cd_kernels_unpack(const cd_kernels *kernels, void *data, const cd_dims *dims, uint32_t item_bytes,
                             const void *packed, cd_cu_stream stream);
-/* Enqueues copies of contiguous pieces (count = bytes) in as few launches as possible. Pieces do not overlap. */
+/* Enqueues copies of contiguous pieces in as few launches as possible. Pieces do not overlap. */
 cd_status cd_kernels_copy(const cd_kernels *kernels, const cd_kernel_piece *pieces, size_t count, cd_cu_stream stream);
-/* Enqueues to[i] = (to_type)(from[i] × factor) for each piece (count = elements); to may be from. Types: float64, float32,
- * float16, bfloat16 to itself, and float32 to and from both 16-bit ones. CD_UNSUPPORTED for others or without kernels. */
-cd_status cd_kernels_move(const cd_kernels *kernels, const cd_kernel_piece *pieces, size_t count, cd_dtype from_type,
-                          cd_dtype to_type, double factor, cd_cu_stream stream);
 
 #endif

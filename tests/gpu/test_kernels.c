@@ -78,28 +78,6 @@ static void check_pieces(void)
     driver.mem_free((cd_cu_address)(uintptr_t)to);
 }
 
-static void check_moves(void)
-{
-    enum { COUNT = 10007 };
-    static float host[COUNT], back[COUNT];
-    float *wide = device_alloc(sizeof host);
-    unsigned short *half = device_alloc(COUNT * 2);
-    for (int i = 0; i < COUNT; i++)
-        host[i] = (float)(i % 256);
-    const cd_dtype halves[] = {CD_FLOAT16, CD_BFLOAT16};
-    for (int h = 0; h < 2; h++) {
-        cd_kernel_piece down = {half, wide, COUNT}, same = {half, half, COUNT}, up = {wide, half, COUNT};
-        copy_in(wide, host, sizeof host);
-        CHECK_OK(cd_kernels_move(&kernels, &down, 1, CD_FLOAT32, halves[h], 1.0, 0));
-        CHECK_OK(cd_kernels_move(&kernels, &same, 1, halves[h], halves[h], 0.5, 0));
-        CHECK_OK(cd_kernels_move(&kernels, &up, 1, halves[h], CD_FLOAT32, 2.0, 0));
-        copy_out(back, wide, sizeof back);
-        CHECK(memcmp(back, host, sizeof host) == 0);
-    }
-    driver.mem_free((cd_cu_address)(uintptr_t)wide);
-    driver.mem_free((cd_cu_address)(uintptr_t)half);
-}
-
 int main(void)
 {
     bool pushed;
@@ -122,7 +100,6 @@ int main(void)
         check_strided(&cube, items[i], (size_t)(2 * s), 1000 * items[i]);
     }
     check_pieces();
-    check_moves();
     cd_kernels_close(&kernels);
     cd_gpu_leave(&gpu, pushed);
     cd_gpu_close(&gpu);
