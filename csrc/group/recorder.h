@@ -94,6 +94,8 @@ const char *cd_world_site(const cd_world *world, int rank, char out[8 * CD_RECOR
 void cd_world_generation(const cd_world *world, char out[33]);
 /* 0 at work, 1 left or lost. */
 int cd_world_is_gone(const cd_world *world, int rank);
+/* Its process was stopped by a signal; false where process ids do not mean the same. */
+bool cd_world_is_stopped(const cd_world *world, int rank);
 /* The rank that left or was lost first, −1: none yet. */
 int cd_world_first_gone(const cd_world *world);
 

@@ -20,10 +20,10 @@ cd_record_page *cd_world_page(const cd_world *w, int rank)
     return here ? &w->host.pages[w->local_of[rank]] : NULL;
 }
 
-/* State T in /proc: stopped by a signal. Only where process ids mean the same. */
-static bool is_stopped(const cd_world *w, int rank)
+/* State T in /proc: stopped by a signal. */
+bool cd_world_is_stopped(const cd_world *w, int rank)
 {
-    if (!cd_world_sees_process(w, rank))
+    if (rank < 0 || rank >= w->world || !cd_world_sees_process(w, rank))
         return false;
     char state = cd_host_process_state(w->members[rank].process);
     return state == 'T' || state == 't';
@@ -32,7 +32,7 @@ static bool is_stopped(const cd_world *w, int rank)
 const char *cd_world_describe(const cd_world *w, int rank, char *out, size_t bytes)
 {
     const cd_record_page *page = cd_world_page(w, rank);
-    bool stopped = is_stopped(w, rank);
+    bool stopped = cd_world_is_stopped(w, rank);
     char what[320] = "";
     out[0] = 0;
     if (page)
@@ -212,7 +212,7 @@ int cd_watch_find_cause(const cd_watch *watch, char *out, size_t bytes)
     int at = watch->peer;
     size_t used = 0;
     out[0] = 0;
-    for (int steps = 0; at >= 0 && steps < w->world && !is_stopped(w, at); steps++) {
+    for (int steps = 0; at >= 0 && steps < w->world && !cd_world_is_stopped(w, at); steps++) {
         int next = waits_for(w, at, watch->started_ns);
         if (next < 0 || next == at)
             break;
@@ -244,7 +244,7 @@ int cd_watch_first_missing(const cd_watch *watch, int suspect)
     int missing = -1;
     for (int i = 0; i < g->size; i++) {
         int rank = g->world_ranks[i];
-        if (is_stopped(g->world, rank))
+        if (cd_world_is_stopped(g->world, rank))
             return rank;
         if (missing < 0 && !has_arrived(g, rank, watch->op->sequence))
             missing = rank;

@@ -130,6 +130,17 @@ static PyObject *gone(PyObject *module, PyObject *object)
     return list;
 }
 
+/* _is_stopped(group, rank): whether its process is seen from here and is stopped. */
+static PyObject *is_stopped(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    int rank;
+    if (!PyArg_ParseTuple(args, "Oi", &object, &rank))
+        return NULL;
+    cd_py_group *group = group_of(module, object);
+    return group ? PyBool_FromLong(cd_world_is_stopped(cd_group_world(group->group), rank)) : NULL;
+}
+
 /* _describe_rank(group, rank): what is known of a rank, as a sentence. */
 static PyObject *describe(PyObject *module, PyObject *args)
 {
@@ -175,6 +186,8 @@ static PyMethodDef functions[] = {
     {"_records", records, METH_VARARGS,
      "_records(group, rank, most=256)\n--\n\nLast operations of a rank of this host, or None."},
     {"_gone", gone, METH_O, "_gone(group)\n--\n\nFor each rank of the world whether it left or is lost."},
+    {"_is_stopped", is_stopped, METH_VARARGS, 
+     "_is_stopped(group, rank)\n--\n\nWhether its process is seen from here and is stopped."},
     {"_describe_rank", describe, METH_VARARGS, "_describe_rank(group, rank)\n--\n\nWhat is known of a rank, as a sentence."},
     {"_group_info", group_info, METH_O, "_group_info(group)\n--\n\n(context, sequence, what broke it or None, generation)."},
     {"_note_site", note_site, METH_O, "_note_site(group)\n--\n\nTells the others of this host where this rank is."},

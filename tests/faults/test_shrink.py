@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import threading
 import time
+import warnings
 
 import cdist
 import numpy as np
@@ -68,6 +70,58 @@ def test_a_survivor_waits_in_a_group_without_the_lost_rank(transport):
     assert outcomes == [(0, 2, 3.0), (1, 2, 3.0), -signal.SIGKILL]
 
 
+def _reports(caught):
+    return [str(warning.message) for warning in caught]
+
+
+def _come_late(rank, world):
+    """Rank 1 computes while rank 2 dies and rank 0 shrinks."""
+    _sum(rank)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        time.sleep(1.5)
+    _work_until_a_rank_is_lost()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cdist.shrink(grace=0.2)
+    return cdist.get_rank(), cdist.get_world_size(), _sum(rank), _reports(caught)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_survivor_that_comes_late_is_waited_for(transport):
+    """The grace is for processes that are stopped; who is busy is not left out when it is over."""
+    outcomes = run(_come_late, 3, allow_failures=True, transport=transport)
+    assert outcomes == [(0, 2, 3.0, []), (1, 2, 3.0, []), -signal.SIGKILL]
+
+
+def _wait_for_file(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def _come_too_late(rank, world, flag):
+    _sum(rank)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        _wait_for_file(flag)
+    _work_until_a_rank_is_lost()
+    if rank == 1:
+        with pytest.raises(cdist.AbortedError, match=r"ranks \[0\] have gone on without rank 1"):
+            cdist.shrink()
+        return None
+    with pytest.warns(UserWarning, match=r"go on without rank 1: it lives, but did not call shrink in time"):
+        cdist.shrink(timeout=0.5)
+    open(flag, "w").close()
+    return cdist.get_rank(), cdist.get_world_size(), _sum(rank)
+
+
+def test_a_survivor_that_comes_when_the_time_is_over_is_told(tmp_path):
+    outcomes = run(_come_too_late, 3, str(tmp_path / "flag"), allow_failures=True)
+    assert outcomes == [(0, 1, 1.0), None, -signal.SIGKILL]
+
+
 @needs_hosts
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_one_rank_of_two_hosts_dies(victim):
@@ -97,7 +151,7 @@ def _lose_a_host(rank, size, flag):
     assert caught.value.rank in lost
     if rank > 1:  # the store is on the other host
         return None
-    cdist.shrink(grace=15)
+    cdist.shrink()
     return cdist.get_rank(), cdist.get_world_size(), _sum(rank)
 
 
@@ -137,7 +191,11 @@ def _frozen(rank, world):
     with pytest.raises(cdist.DistTimeoutError, match=r"missing ranks: \[1\]"):
         cdist.all_reduce(np.ones(3), timeout=0.5)
     pid = cdist._core._records(cdist.group.WORLD, 1, 1)["pid"]
-    cdist.shrink(grace=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cdist.shrink(grace=0.5)
+    told = ["shrink: ranks [0, 2] go on without rank 1: its process is stopped"] if rank == 0 else []
+    assert _reports(caught) == told
     total = _sum(rank)
     cdist.barrier()
     if rank == 0:
@@ -147,6 +205,37 @@ def _frozen(rank, world):
 
 def test_a_frozen_rank_is_left_out():
     assert run(_frozen, 3) == [(0, 4.0), "left behind", (1, 4.0)]
+
+
+def _frozen_elsewhere(rank, world):
+    """Rank 3 is stopped on a host where rank 2 alone sees it; rank 0 of the other host decides."""
+    _sum(rank)
+    store = cdist.group.WORLD.get_group_store()
+    if rank == 3:
+        store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(cdist.DistError):
+            _sum(rank)
+        with pytest.raises(cdist.AbortedError, match="without rank 3"):
+            cdist.shrink()
+        store.set("told", "")
+        return "left behind"
+    with pytest.raises(cdist.DistTimeoutError):
+        cdist.all_reduce(np.ones(3), timeout=0.5)
+    pid = int(store.get("pid"))
+    cdist.shrink(grace=0.5)
+    total = _sum(rank)
+    if rank == 2:
+        os.kill(pid, signal.SIGCONT)
+    store.wait(["told"])
+    return cdist.get_rank(), total
+
+
+@needs_hosts
+def test_a_rank_that_is_frozen_on_another_host_is_left_out():
+    with hosts(2) as places:
+        outcomes = world(places, _frozen_elsewhere, per_host=2, check_leftovers=False)
+    assert outcomes == [(0, 6.0), (1, 6.0), (2, 6.0), "left behind"]
 
 
 def _store_in_rank_0(rank, world, port):
@@ -161,14 +250,43 @@ def _store_in_rank_0(rank, world, port):
     return cdist.get_rank(), _sum(rank), time.monotonic() - start < 10
 
 
-def test_the_store_dies_with_rank_0():
-    import socket
-
+def _free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    outcomes = run(_store_in_rank_0, 3, port, init=False, allow_failures=True)
+        return probe.getsockname()[1]
+
+
+def test_the_store_dies_with_rank_0():
+    outcomes = run(_store_in_rank_0, 3, _free_port(), init=False, allow_failures=True)
     assert outcomes[1:] == [(0, 5.0, True), (1, 5.0, True)]
+
+
+def _late_without_the_store(rank, world, port, flag, over):
+    """The others have left the old group when rank 3 calls shrink: it must not go on alone."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    cdist.init_process_group()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _work_until_a_rank_is_lost()
+    if rank == 3:
+        _wait_for_file(flag)
+        with pytest.raises(cdist.AbortedError, match=r"ranks \[1, 2\] have gone on without rank 3"):
+            cdist.shrink()
+        open(over, "w").close()
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cdist.shrink(timeout=4)
+    total = _sum(rank)
+    open(flag, "w").close()
+    _wait_for_file(over)
+    return cdist.get_rank(), cdist.get_world_size(), total
+
+
+def test_who_comes_late_where_the_store_died_is_told(tmp_path):
+    arguments = (_free_port(), str(tmp_path / "flag"), str(tmp_path / "over"))
+    outcomes = run(_late_without_the_store, 4, *arguments, init=False, allow_failures=True)
+    assert outcomes[1:] == [(0, 2, 5.0), (1, 2, 5.0), None]
 
 
 def test_shrink_needs_a_group():

@@ -263,7 +263,7 @@ def _play(rank, world, seed, fault, victim, shrinks):
         raise AssertionError(f"rank {rank} heard nothing of the {fault} of rank {victim}")
     if not shrinks or fault in ("exception", "freeze"):
         return done, "told"
-    cdist.shrink(timeout=LIMIT)
+    cdist.shrink(timeout=2 * LIMIT)
     if cdist.get_world_size() != world - 1:
         raise AssertionError(f"{cdist.get_world_size()} ranks of {world} are left after one was struck")
     _some_operations(seed, 100, done)
