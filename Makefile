@@ -16,8 +16,11 @@ help:           ## this list
 train: $(VENV)/.installed-examples   ## everything, from nothing to a trained model on two processes
 	$(VENV)/bin/cdistrun --nproc-per-node $(RANKS) examples/digits.py
 
-test: $(VENV)/.installed-test test-c   ## from nothing to the test suite: C and Python, but for the long fault matrix
-	$(PYTEST) -m "not slow" tests
+test: test-c test-python   ## from nothing to the test suite: C and Python, but for the long fault matrix
+
+TESTS ?= tests
+test-python: $(VENV)/.installed-test   ## the Python tests; TESTS=… names some
+	$(PYTEST) -m "not slow" $(TESTS)
 
 test-all: $(VENV)/.installed-test test-c   ## the same and what is marked slow: the whole fault matrix, some minutes more
 	$(PYTEST) tests
@@ -54,11 +57,11 @@ dev:            ## build the extension in place; PY=… chooses the interpreter
 	@CDIST_WERROR=1 $(PY) setup.py -q build_ext --inplace -j2
 
 test-c:         ## the C tests, plain
-	@$(MAKE) -s -j2 -C tests/c
+	@$(MAKE) -s -j2 -C tests/c JOBS=2
 
 sanitize:       ## the C tests under ASan+UBSan and under TSan
-	@$(MAKE) -s -j2 -C tests/c SAN=address,undefined
-	@$(MAKE) -s -j2 -C tests/c SAN=thread
+	@$(MAKE) -s -j2 -C tests/c JOBS=2 SAN=address,undefined
+	@$(MAKE) -s -j2 -C tests/c JOBS=2 SAN=thread
 
 JOBS ?= 1
 soak:           ## random operations, groups and deaths; SECONDS=600 JOBS=1, PYTHONPATH=python after make dev
@@ -96,4 +99,4 @@ bench-gpu:      ## cdist beside torch.distributed and raw NCCL on real GPUs
 clean:
 	rm -rf build dist $(VENV) python/cdist/*.so python/*.egg-info
 
-.PHONY: help train test test-all test-quick tools dev test-c sanitize sanitize-python soak test-detail lint bench test-gpu bench-gpu clean
+.PHONY: help train test test-python test-all test-quick tools dev test-c sanitize sanitize-python soak test-detail lint bench test-gpu bench-gpu clean

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -105,8 +106,18 @@ class BuildExt(build_ext):
             extra = extra + flags.get(os.path.basename(src), [])
             return compile_one(obj, src, ext_name, cc_args, extra, pp_opts)
 
-        self.compiler._compile = compile_with_flags
-        super().build_extension(ext)
+        link = self.compiler.link_shared_object
+        with ThreadPoolExecutor(self.parallel or len(os.sched_getaffinity(0))) as pool:
+            jobs = []
+
+            def link_when_compiled(*args, **kwargs):
+                for job in jobs:
+                    job.result()
+                link(*args, **kwargs)
+
+            self.compiler._compile = lambda *args: jobs.append(pool.submit(compile_with_flags, *args))
+            self.compiler.link_shared_object = link_when_compiled
+            super().build_extension(ext)
 
 
 def switches():
