@@ -937,6 +937,41 @@ def test_the_host_says_that_nodes_are_missing(monkeypatch):
     assert host.events.empty()
 
 
+def test_a_launcher_says_that_it_waits_for_node_0(monkeypatch):
+    monkeypatch.setattr(nodes, "_SAY_AFTER", 0.1)
+    port = free_port()
+    settings = dict(nnodes=2, node_rank=1, dynamic=False, rdzv_id="x", timeout=20, lost_after=60)
+    other = nodes.Nodes(types.SimpleNamespace(master_addr="127.0.0.1", master_port=port, **settings), False)
+    assert other.events.get(timeout=20) == ("seeking",)
+    store = TCPStore("127.0.0.1", port, None, True)
+    store.wait(["cdist.agent/x/joined"])
+    other.leave(1)
+    assert other.events.empty()
+
+
+@pytest.mark.parametrize("inner", ["cdist.run", "torch.distributed.run"])
+def test_a_launcher_inside_a_worker(launcher, inner):
+    """Whose store it is that the inner ranks meet in: that of their own launcher."""
+    pytest.importorskip(inner.partition(".")[0], reason="torch comes with EXTRAS in .ci/run")
+    leaf = launcher.script(
+        """
+        import cdist, numpy
+
+        cdist.init_process_group()
+        x = numpy.ones(1)
+        cdist.all_reduce(x)
+        touch(f"{cdist.get_rank()} of {cdist.get_world_size()}: {x[0]}")
+        """,
+        "leaf.py",
+    )
+    command = [sys.executable, "-m", inner, "--standalone", "--nproc-per-node", "2", str(leaf)]
+    # torchrun leaves a folder of its own behind.
+    start = f"sys.exit(subprocess.run({command!r}, env=os.environ | dict(TMPDIR=str(folder))).returncode)"
+    result = launcher.run(launcher.script(start))
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in launcher.folder.glob("* of *")) == ["0 of 2: 2.0", "1 of 2: 2.0"]
+
+
 def test_a_launcher_comes_again_where_its_rival_was_refused_too(monkeypatch):
     """Linux refuses both of two sockets that begin to listen on one port in the same instant."""
     refusals = [True, False]

@@ -40,8 +40,9 @@ static const cd_knob_row rows[] = {
      "on rank 0's host alone also the one of the route outward; never a wildcard unless given here"},
     {"CDIST_JOB_SECRET", "", CD_KNOB_TEXT, 0, 0,
      "64 hex digits: connections must prove that they know it; made by cdistrun for each job"},
-    {"CDIST_AGENT_PORT", "0", CD_KNOB_NUMBER, 0, 65535,
-     "port of the launcher's store, set by cdistrun: a script that sets another MASTER_PORT has a store of its own"},
+    {"CDIST_AGENT", "", CD_KNOB_TEXT, 0, 0,
+     "port of the launcher's store and the worker's error file, set by cdistrun: a script that sets another "
+     "MASTER_PORT has a store of its own"},
     {"CDIST_STALL_SECONDS", "60", CD_KNOB_NUMBER, 0, UINT32_MAX,
      "after how long a waiting operation is reported as stalled; 0: never"},
     {"CDIST_DUMP_DIR", "", CD_KNOB_TEXT, 0, 0,

@@ -180,16 +180,22 @@ static int number_or(PyObject *value, const char *name, int fallback, int *out)
     return cd_py_is_given(value) ? cd_py_int(value, name, out) : 0;
 }
 
+/* A script under cdistrun has changed MASTER_PORT. A torchrun that the script starts has so too, but each launcher gives its
+ * workers an error file of their own: theirs is then another than the one that came with the port. */
+static bool has_moved_away(int port)
+{
+    const char *agent = cd_knob("CDIST_AGENT"), *file = strchr(agent, ':'), *given = getenv("TORCHELASTIC_ERROR_FILE");
+    return file && given && strcmp(file + 1, given) == 0 && atoi(agent) != port;
+}
+
 /* The launcher's store: torchrun's, or cdistrun's, which torch's clients use too. It speaks the plain protocol, also where the
- * job has a secret; that is for the connections between ranks then. A script may have changed MASTER_PORT: cdistrun says which
- * port is its own, of torchrun's nothing is known. */
+ * job has a secret; that is for the connections between ranks then. */
 static bool is_agents_store(const char *host, int port)
 {
     const char *used = getenv("TORCHELASTIC_USE_AGENT_STORE");
     const char *address = getenv("MASTER_ADDR"), *number = getenv("MASTER_PORT");
-    int own = atoi(cd_knob("CDIST_AGENT_PORT"));
     return used && strcmp(used, "True") == 0 && address && strcmp(address, host) == 0 && number && atoi(number) == port &&
-           (own == 0 || own == port);
+           !has_moved_away(port);
 }
 
 static PyObject *tell_whether_agents(PyObject *module, PyObject *args)

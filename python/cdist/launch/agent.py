@@ -201,6 +201,7 @@ class Agent:
         options = self.options
         world = options.nnodes * options.local_size
         usable = len(cores or os.sched_getaffinity(0))
+        error_file = os.path.join(folder, "error.json")
         env = {
             "OMP_NUM_THREADS": str(usable if cores else max(1, usable // options.local_size)),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -227,8 +228,8 @@ class Agent:
                 "TORCHELASTIC_MAX_RESTARTS": options.max_restarts,
                 "TORCHELASTIC_RUN_ID": self.run_id,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "CDIST_AGENT_PORT": self.port,
-                "TORCHELASTIC_ERROR_FILE": os.path.join(folder, "error.json"),
+                "CDIST_AGENT": f"{self.port}:{error_file}",
+                "TORCHELASTIC_ERROR_FILE": error_file,
                 "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
             }
         )
@@ -396,6 +397,12 @@ class Agent:
             self.remote = rest[0]
         elif kind == "done":
             self.all_done = True
+        elif kind == "seeking":
+            where = f"{self.options.master_addr}:{self.options.master_port}"
+            self._say(
+                f"cdistrun: waiting for node 0: no store answers at {where} so far; the limit is "
+                f"{self.options.timeout:g} s\n"
+            )
         elif kind == "waiting":
             self._say(
                 f"cdistrun: {rest[0]} of {self.options.nnodes} nodes have come so far; the others are to be "

@@ -17,7 +17,7 @@ from cdist.launch.host import HostError
 
 _LOOK_EVERY = 0.2
 _BEAT_EVERY = 1.0
-# After how long the host says, once, that launchers of other nodes have not come: seconds.
+# After how many seconds it is said, once, who has not come: by the host of others, by them of the host.
 _SAY_AFTER = 10.0
 
 
@@ -25,7 +25,7 @@ class Nodes:
     """The thread of this launcher that talks to those of the other nodes.
 
     It puts into `events`, with a byte into `descriptor` each: ("rank", node_rank), ("failed", dict with node,
-    code and text), ("done",), ("waiting", how many have come), ("lost", text).
+    code and text), ("done",), ("seeking",), ("waiting", how many have come), ("lost", text).
     """
 
     def __init__(self, options, is_host):
@@ -86,7 +86,17 @@ class Nodes:
 
         options = self._options
         timeout = timedelta(seconds=options.timeout)
-        return TCPStore(options.master_addr, options.master_port, None, False, timeout, False)
+        word = threading.Timer(_SAY_AFTER, self._say_seeking)
+        word.daemon = True
+        word.start()
+        try:
+            return TCPStore(options.master_addr, options.master_port, None, False, timeout, False)
+        finally:
+            word.cancel()
+
+    def _say_seeking(self):
+        if not self._stop.is_set():
+            self._post("seeking")
 
     def _watch(self):
         seen = {}  # node → (beats, when they last changed)
