@@ -1,11 +1,13 @@
 # ruff: noqa: PT018
 """The stores: one body over all kinds, TCPStore against torch's both ways, threads, timeouts, faults."""
 
+import http.server
 import itertools
 import os
 import resource
 import signal
 import socket
+import socketserver
 import struct
 import subprocess
 import sys
@@ -302,6 +304,38 @@ def test_missing_workers_and_bad_ports():
     del store
     with pytest.raises(errors.DistNetworkError, match=r"socket has timed out after \d+ms while trying"):
         TCPStore("127.0.0.1", port, None, False, 0.3)
+
+
+class _Answers(socketserver.BaseRequestHandler):
+    """Says 220 before it is asked, or nothing at all."""
+
+    def handle(self):
+        self.request.sendall(self.server.answer)
+        while self.request.recv(100):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("handler", "answer", "told"),
+    [
+        (
+            http.server.BaseHTTPRequestHandler,
+            b"",
+            "is no store, it answered .*: another program has that port",
+        ),
+        (_Answers, b"220 mail ready\r\n", 'is no store, it answered "220 mail ready": another program'),
+        (_Answers, b"", "takes connections but does not answer as a store does"),
+    ],
+)
+def test_a_server_that_is_no_store_is_named(handler, answer, told, capfd):
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
+        server.answer, server.daemon_threads = answer, True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        # Who says something is found out at once, whatever the time limit.
+        limit = 60 if "is no store" in told else 0.5
+        with pytest.raises(errors.DistNetworkError, match=told):
+            TCPStore("127.0.0.1", server.server_address[1], None, False, limit)
+        server.shutdown()
 
 
 def test_multi_tenant_shares_the_server():

@@ -67,21 +67,39 @@ static cd_status keep_line(tcp_store *s, tcp_line *line, int fd)
     return closed ? cd_fail(CD_STORE, "the store client is closed") : CD_OK;
 }
 
-/* Magic and ping go out together; a server of this protocol sends the four bytes back. */
+/* What a ping carries. A server of this protocol sends it back; one that reads lines takes it for the end of a request, and
+ * answers too instead of waiting for more. */
+static const uint8_t ping[4] = {'\r', '\n', '\r', '\n'};
+
+/* Quotes what came instead of a store's answer, as far as it is text. */
+static cd_status tell_stranger(int fd, const uint8_t *answer, size_t bytes)
+{
+    uint8_t line[48];
+    memcpy(line, answer, bytes);
+    ssize_t more = recv(fd, line + bytes, sizeof line - bytes, MSG_DONTWAIT);
+    size_t end = 0, got = bytes + (more > 0 ? (size_t)more : 0);
+    while (end < got && line[end] >= ' ' && line[end] <= '~')
+        end++;
+    return cd_fail(CD_PROTOCOL, "it answered \"%.*s\"", (int)end, (const char *)line);
+}
+
+/* Magic and ping go out together. */
 static cd_status greet(int fd, const cd_secret *secret, const cd_patience *patience)
 {
     CD_TRY(cd_auth_connect(fd, secret, patience));
-    uint8_t hello[10], answer[4];
+    uint8_t hello[10], answer[sizeof ping];
     cd_writer writer = cd_writer_of(hello, sizeof hello);
     cd_put_u8(&writer, CD_REQ_VALIDATE);
     cd_put_u32(&writer, CD_STORE_MAGIC);
     cd_put_u8(&writer, CD_REQ_PING);
-    cd_put_u32(&writer, (uint32_t)getpid());
+    memcpy(hello + 6, ping, sizeof ping);
     CD_TRY(cd_sock_send_all(fd, hello, sizeof hello, patience));
-    CD_TRY(cd_sock_recv_all(fd, answer, sizeof answer, patience));
-    if (memcmp(answer, hello + 6, sizeof answer) != 0)
-        return cd_fail(CD_PROTOCOL, "it does not speak the protocol of a store");
-    return CD_OK;
+    cd_status status = cd_sock_recv_all(fd, answer, sizeof answer, patience);
+    if (status == CD_TIMED_OUT)
+        return cd_fail(CD_TIMED_OUT, "It takes connections but does not answer as a store does (another program, or a process "
+                                     "that is stopped)");
+    CD_TRY(status);
+    return memcmp(answer, ping, sizeof ping) == 0 ? CD_OK : tell_stranger(fd, answer, sizeof answer);
 }
 
 static cd_status knock(tcp_store *s, const cd_patience *patience, int *fd_p)
@@ -107,9 +125,14 @@ static cd_status explain_knock(const tcp_store *s, cd_status status, uint64_t be
     case CD_PEER_LOST:
         return cd_fail(CD_REFUSED, "store at %s:%u closes new connections at once: %s", s->host, s->port,
                        s->secret.is_set ? "it has no job secret or another one (CDIST_JOB_SECRET is set here)"
-                                        : "it is no store, or it expects a job secret (CDIST_JOB_SECRET)");
-    case CD_REFUSED:
-    case CD_PROTOCOL: return cd_fail(status, "store at %s:%u: %s", s->host, s->port, cause);
+                                        : "it is no store (see MASTER_ADDR and MASTER_PORT), or it expects a job secret "
+                                         "(CDIST_JOB_SECRET)");
+    case CD_REFUSED: return cd_fail(status, "store at %s:%u: %s", s->host, s->port, cause);
+    case CD_PROTOCOL:
+        return cd_fail(status,
+                       "what listens at %s:%u is no store, %s: another program has that port, choose a free one of rank 0's host "
+                       "(MASTER_PORT), or correct MASTER_ADDR",
+                       s->host, s->port, cause);
     default:
         remedy = cd_addr_stays_here(s->host)
                      ? ": does rank 0 run? That address is this very host; where rank 0 is on another one, MASTER_ADDR is "
