@@ -7,7 +7,8 @@
 
 #include <structmember.h>
 
-static int parse_spec(PyObject *args, cd_index_spec *spec, unsigned long long *position_p, PyObject **out_p)
+/* A spec that was checked. */
+static int parse_spec(PyObject *module, PyObject *args, cd_index_spec *spec, unsigned long long *position_p, PyObject **out_p)
 {
     unsigned long long length, seed, first;
     long long rank, world;
@@ -27,7 +28,10 @@ static int parse_spec(PyObject *args, cd_index_spec *spec, unsigned long long *p
                             .world = world,
                             .shuffle = shuffle != 0,
                             .pad = (cd_pad)pad};
-    return 0;
+    cd_status status = cd_index_check(spec);
+    if (status != CD_OK)
+        cd_py_raise(cd_py_state_of(module), status);
+    return status == CD_OK ? 0 : -1;
 }
 
 static PyObject *index_count(PyObject *module, PyObject *args)
@@ -35,11 +39,8 @@ static PyObject *index_count(PyObject *module, PyObject *args)
     cd_index_spec spec;
     unsigned long long position = 0;
     PyObject *out = NULL;
-    if (parse_spec(args, &spec, &position, &out) < 0)
+    if (parse_spec(module, args, &spec, &position, &out) < 0)
         return NULL;
-    cd_status status = cd_index_check(&spec);
-    if (status != CD_OK)
-        return cd_py_raise(cd_py_state_of(module), status);
     return Py_BuildValue("KK", (unsigned long long)cd_index_count(&spec),
                          (unsigned long long)cd_index_padding(&spec));
 }
@@ -63,11 +64,8 @@ static PyObject *index_fill(PyObject *module, PyObject *args)
     cd_index_spec spec;
     unsigned long long position = 0;
     PyObject *out = NULL;
-    if (parse_spec(args, &spec, &position, &out) < 0)
+    if (parse_spec(module, args, &spec, &position, &out) < 0)
         return NULL;
-    cd_status status = cd_index_check(&spec);
-    if (status != CD_OK)
-        return cd_py_raise(cd_py_state_of(module), status);
     if (!out)
         return PyErr_Format(PyExc_TypeError, "index_fill: position and out are needed");
     Py_buffer view;
@@ -81,8 +79,11 @@ static PyObject *index_fill(PyObject *module, PyObject *args)
                             "index_fill: %zu indices from position %llu on, but the rank has %llu", count,
                             position, (unsigned long long)all);
     }
-    Py_BEGIN_ALLOW_THREADS status = cd_index_fill(&spec, position, view.buf, count);
-    Py_END_ALLOW_THREADS PyBuffer_Release(&view);
+    cd_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = cd_index_fill(&spec, position, view.buf, count);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
     if (status != CD_OK)
         return cd_py_raise(cd_py_state_of(module), status);
     Py_RETURN_NONE;
