@@ -78,3 +78,37 @@ def test_a_slip_of_the_pen_is_told():
     with pytest.raises(AttributeError) as caught:
         cdist.allreduce  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("allreduce", cdist)
+
+
+def _named_parameters(runtime):
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = [p for p in inspect.signature(runtime).parameters.values() if p.kind not in variadic]
+    return {p.name: None if p.default is p.empty else p.default for p in parameters if p.name != "self"}
+
+
+def _stub_named_parameters(function):
+    keywords = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
+    return dict(_stub_parameters(function)) | {a.arg: d and ast.literal_eval(d) for a, d in keywords}
+
+
+def test_the_stub_of_distributed_data_parallel_has_its_methods():
+    pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
+    from cdist.parallel import ddp
+    from cdist.parallel.array_module import ArrayDataParallel
+    from cdist.parallel.torch_module import TorchDataParallel
+
+    tree = ast.parse((PACKAGE / "parallel" / "ddp.pyi").read_text())
+    [shown] = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert shown.name == "DistributedDataParallel"
+    assert {n for n, f in vars(ddp).items() if inspect.isfunction(f) and n[0] != "_"} == set(
+        _functions(tree.body)
+    )
+    methods = _functions(shown.body)
+    for name, node in methods.items():
+        kind = TorchDataParallel if hasattr(TorchDataParallel, name) else ArrayDataParallel
+        runtime = inspect.getattr_static(kind, name)
+        assert isinstance(runtime, property) == _is_property(node), name
+        if not _is_property(node):
+            assert _named_parameters(runtime) == _stub_named_parameters(node), name
+    ours = [base for base in TorchDataParallel.__mro__ if base.__module__.startswith("cdist")]
+    assert {name for base in ours for name in vars(base) if not name.startswith("_")} <= set(methods)
