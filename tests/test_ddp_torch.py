@@ -968,6 +968,60 @@ def test_join_equals_torchs(by_all, kwargs):
     close(outcomes[0][0], outcomes[1][0], 0)
 
 
+class Branch(nn.Module):
+    """A layer of which a forward pass may make use, and one that none does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.branch, self.never = nn.Linear(6, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, branch=False):
+        x = self.first(x)
+        return self.branch(x) if branch else x
+
+
+def gradients_of(module):
+    """All gradients as arrays; a missing one is an array that no gradient is."""
+    return [np.full(1, np.inf) if p.grad is None else p.grad.numpy().copy() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("branch_at", [1, 3])
+def test_join_gives_unused_parameters_what_torch_gives(zero, branch_at):
+    """Rank 1 has twice the steps of rank 0; in one of them both, or it alone, use the branch."""
+
+    def train(ddp, rank, world, package):
+        seen = []
+        with ddp.join():
+            for number, (x, y) in enumerate(vectors(3 + 3 * rank, 4, seed=rank)):
+                if zero:
+                    ddp.zero_grad()
+                nn.functional.mse_loss(ddp(x, branch=number == branch_at), y).backward()
+                seen += gradients_of(ddp)
+        return seen
+
+    one, two = compare(2, Branch, train, {"find_unused_parameters": True})
+    assert np.inf in one[0][-1]
+    assert np.inf in two[0][-1]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_of_parameters_that_nobody_used_stay_as_in_torch(views):
+    """Those of no_sync passes are reduced; one that was given by hand is none of the reducer's."""
+
+    def train(ddp, rank, world, package):
+        ddp.module.never.weight.grad = torch.full((3, 3), 1.0 + rank)
+        seen = []
+        for number, (x, y) in enumerate(vectors(6, 4, seed=rank)):
+            ddp.require_backward_grad_sync = number % 3 == 2
+            nn.functional.mse_loss(ddp(x, branch=number == rank), y).backward()
+            seen += gradients_of(ddp)
+        return seen
+
+    compare(2, Branch, train, {"find_unused_parameters": True, "gradient_as_bucket_view": views})
+
+
 def test_join_can_throw_and_be_disabled():
     def body(rank, world):
         ddp = cdist.DistributedDataParallel(small())
@@ -1183,6 +1237,22 @@ def test_models_that_differ_raise_everywhere():
         assert "'a.weight'" in said[3]
         assert "'b.weight'" in said[3]
         assert "frozen" in said[4]
+
+
+def test_modules_without_values_are_told():
+    def body(rank, world):
+        for module in (nn.LazyLinear(3), nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False))):
+            with pytest.raises(RuntimeError, match="Run a dummy forward pass"):
+                cdist.DistributedDataParallel(module)
+        with pytest.raises(RuntimeError, match=r"'weight' and 1 more.*to_empty\(device='cpu'\)"):
+            cdist.DistributedDataParallel(nn.Linear(3, 3, device="meta"))
+        module = nn.Linear(3, 3)
+        module.register_buffer("shape", torch.zeros(3, device="meta"))
+        module.register_buffer("count", torch.full((1,), float(rank)))
+        cdist.DistributedDataParallel(module)(torch.ones(1, 3)).sum().backward()
+        assert module.count.item() == 0
+
+    run(body, 2)
 
 
 def test_wrong_arguments():

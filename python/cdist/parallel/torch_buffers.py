@@ -38,10 +38,12 @@ def kinds_of(tensors):
 def broadcast_tensors(tensors, group, src=0):
     """Give every rank the buffers of group rank `src`. Collective.
 
-    One message per device; writes only where values differ.
+    One message per device; writes only where values differ. Those on the meta device have none.
     """
     devices = {}
     for tensor in tensors:
+        if tensor.is_meta:
+            continue
         devices.setdefault(tensor.device, []).append(tensor)
     with torch.no_grad():
         for device, there in devices.items():

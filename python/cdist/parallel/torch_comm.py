@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cdist.parallel.torch_parts import GradBucket, all_reduce_max
+from cdist.parallel.torch_parts import GradBucket, all_reduce_max, untraced
 
 
 class BufferCommHookLocation(enum.Enum):
@@ -55,6 +55,7 @@ class CommHooks:
 
         self.register_comm_hook(self.process_group, hooks.builtin(kind))
 
+    @untraced
     def _run_hook(self, number):
         inside = self._members[number]
         bucket = GradBucket(

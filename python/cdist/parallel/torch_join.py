@@ -28,6 +28,7 @@ class TorchJoinHook(JoinHook):
             ddp._broadcast_buffers(ddp._highest(-1))
         if not flags[1]:
             return
+        self._keep_gradients()
         if ddp.reduce == "weights":
             sync.weight = 0.0
         if ddp.device.type == "cuda":
@@ -41,10 +42,18 @@ class TorchJoinHook(JoinHook):
             sync.finish(expected=True)
         given = None
         if ddp.find_unused_parameters:
-            given = all_reduce_max([0] * len(ddp._params), ddp.process_group)
+            # As in torch what the others used in one such step counts as used here in the next.
+            given = all_reduce_max(ddp._used.tolist(), ddp.process_group)
+            ddp._used[:] = given
         for index in ddp._sparse:
             ddp._params[index].grad = None
         ddp._finish_sparse(given)
+
+    def _keep_gradients(self):
+        """Leave this rank the gradients of its own last step where they are views of the buckets."""
+        for p, view in zip(self.ddp._params, self.ddp._views, strict=True):
+            if p.grad is view:
+                p.grad = view.clone()
 
     def post_hook(self, is_last_joiner):
         """Give all ranks the model of one that trained until the end."""
@@ -54,3 +63,4 @@ class TorchJoinHook(JoinHook):
         if ddp.forward_sync_buffers:
             ddp._broadcast_buffers(source)
         ddp._sync.set_divisor(None)
+        ddp._used[:] = 0

@@ -8,11 +8,13 @@ Python for unused parameters.
 
 import sys
 import weakref
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.parameter import is_lazy
 
 import cdist
 from cdist.parallel.array_module import accumulate, no_sync
@@ -44,6 +46,7 @@ from cdist.parallel.torch_parts import (
     remove_hooks,
     tensors_in,
     to_device,
+    untraced,
     view_like,
 )
 from cdist.parallel.torch_sparse import SparseGradients, marking_hook
@@ -162,10 +165,17 @@ class TorchDataParallel(
         ]
 
     def _check_module(self):
-        if any(isinstance(p, nn.parameter.UninitializedParameter) for _, p in self._named()):
+        if any(is_lazy(t) for t in chain((p for _, p in self._named()), self._buffers_to_sync())):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "
                 "dummy forward pass to correctly initialize the modules"
+            )
+        empty = [name for name, p in self._named() if p.is_meta]
+        if len(empty) == len(self._named()) > 0:
+            raise RuntimeError(
+                "DistributedDataParallel: parameters are on the meta device, without values: "
+                f"{empty[0]!r} and {len(empty) - 1} more. Give the module memory and values on every rank "
+                "first: module.to_empty(device='cpu'), then initialise it or load a state_dict"
             )
         if any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules()):
             raise ValueError(
@@ -243,6 +253,7 @@ class TorchDataParallel(
         self._unused = None
         self._warned = self._warned_of_graph = False
         self._used = np.zeros(len(self._params), np.uint8)
+        self._marked = set()
         self._futures = []
         self._buffer_futures = []
         self._stepping = None
@@ -297,6 +308,14 @@ class TorchDataParallel(
 
     def forward(self, *inputs, **kwargs):
         """Call the module; see torch.nn.Module.forward."""
+        inputs, kwargs = self._begin_forward(inputs, kwargs)
+        output = self.module(*inputs, **kwargs) if self._low is None else self._run_low(inputs, kwargs)
+        self._end_forward(output)
+        return output
+
+    @untraced
+    def _begin_forward(self, inputs, kwargs):
+        """Do what comes before the module's forward; return its arguments."""
         grad = torch.is_grad_enabled()
         if grad and self._sync.reducer.backward:
             self._leave_broken_step()
@@ -311,25 +330,29 @@ class TorchDataParallel(
         self._sync_buffers(after=False)
         if self.device_ids:
             inputs, kwargs = to_device(inputs, self.device_ids[0]), to_device(kwargs, self.device_ids[0])
-        output = self.module(*inputs, **kwargs) if self._low is None else self._run_low(grad, inputs, kwargs)
+        return inputs, kwargs
+
+    @untraced
+    def _end_forward(self, output):
+        """Do what comes after the module's forward."""
         self._sync_buffers(after=True)
-        if grad:
-            self._sync_this = self.require_backward_grad_sync
-            self.require_forward_param_sync = self._sync_this
-            self._iterations += 1
-            if self.find_unused_parameters and not self.static_graph:
-                reached = reached_parameters(output)
-                unused = {index for index, p in enumerate(self._params) if id(p) not in reached}
-                self._unused = unused if self._unused is None else self._unused & unused
-            self._times.forward_ends()
-        else:
+        if not torch.is_grad_enabled():
             self.require_forward_param_sync = (
                 False  # as torch: one broadcast of buffers for all of an evaluation
             )
-        return output
+            return
+        self._sync_this = self.require_backward_grad_sync
+        self.require_forward_param_sync = self._sync_this
+        self._iterations += 1
+        if self.find_unused_parameters and not self.static_graph:
+            reached = reached_parameters(output)
+            unused = {index for index, p in enumerate(self._params) if id(p) not in reached}
+            self._unused = unused if self._unused is None else self._unused & unused
+        self._times.forward_ends()
 
-    def _run_low(self, grad, inputs, kwargs):
+    def _run_low(self, inputs, kwargs):
         """Call the module with parameters of low precision, which stay so until backward has ended."""
+        grad = torch.is_grad_enabled()
         dtype = self._low.param_dtype
         if dtype is not None:
             inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
@@ -350,6 +373,7 @@ class TorchDataParallel(
 
     # ---- backward
 
+    @untraced
     def _begin_backward(self):
         """Begin a step; the first hook of a backward pass calls it."""
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -367,6 +391,7 @@ class TorchDataParallel(
             if self.device.type == "cuda":
                 sync.reducer.set_stream(torch._C._cuda_getCurrentRawStream(self.device.index))
             sync.begin(step)
+            self._marked.clear()
             self._open = step != LOCAL
         sync.reducer.backward = True
         if self._open and self.static_graph:
@@ -385,6 +410,7 @@ class TorchDataParallel(
                 "parameters in the forward pass. This flag results in an extra traversal of the autograd "
                 "graph every iteration, which can adversely affect performance."
             )
+        self._marked.update(unused)
         for index in sorted(unused):
             grad = self._params[index].grad
             view = self._views[index]
@@ -392,8 +418,11 @@ class TorchDataParallel(
                 view.zero_()
             elif grad is not view:
                 view.copy_(grad.detach())
+                if self.gradient_as_bucket_view and view.dtype == grad.dtype:
+                    self._params[index].grad = view
             self._sync.reducer.ready(index)
 
+    @untraced
     def _end_backward(self):
         """End a step; the engine calls it at the end of a backward pass."""
         reducer = self._sync.reducer
@@ -408,6 +437,8 @@ class TorchDataParallel(
                 self._finish_counting()
             elif self._low is not None:
                 self._low.leave()
+            if self.find_unused_parameters:
+                self._used[reducer.ready_order()] = 1
             if not self._sync_this and debugging():
                 unfit.add(self)
             return
@@ -423,8 +454,14 @@ class TorchDataParallel(
         """Which parameters have a gradient on this rank."""
         return [p.grad is not None for p in self._params]
 
+    def _any_used(self):
+        """Which parameters some rank has used since the last reduction; collective. Begins to count anew."""
+        used = [before or i not in self._marked for i, before in enumerate(self._used.tolist())]
+        self._used[:] = 0
+        return all_reduce_max(used, self.process_group)
+
     def _finish(self, given=None):
-        """Wait for all buckets, give each parameter its gradient. `given`: which have one; None: find out."""
+        """Wait for all buckets, give each parameter its gradient. `given`: which get one; None: find out."""
         self._open = False
         unfit.discard(self)
         reducer = self._sync.reducer
@@ -437,7 +474,7 @@ class TorchDataParallel(
         if self.static_graph:
             given = self._static_given
         elif self.find_unused_parameters:
-            given = all_reduce_max(self._given(), self.process_group)
+            given = self._any_used()
         if self._low is not None:
             self._low.leave()
         if given is not None or reducer.linked < len(self._params):

@@ -1,11 +1,28 @@
 """Parts of DistributedDataParallel over torch modules: views into buckets, graphs."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 
 import cdist
+
+
+def untraced(method):
+    """Keep torch.compile out of a method and all that it calls.
+
+    It would guard the figures of a step, which change, and compile anew in every one. torch's decorator alone
+    would import the compiler, which takes a second, where nobody compiles.
+    """
+    disabled = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def call(*args):
+        return disabled(*args) if torch.compiler.is_dynamo_compiling() else method(*args)
+
+    return call
 
 
 def name_of(dtype):
