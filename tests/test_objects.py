@@ -6,7 +6,7 @@ import time
 import cdist
 import numpy as np
 import pytest
-from cdist import errors
+from cdist import _core, errors
 from cdist.testing import run
 from collective_cases import TRANSPORTS
 
@@ -81,10 +81,10 @@ def test_all_functions(world, transport):
 def _out_of_band(rank, world):
     from cdist.objects import _Message
 
-    message = _Message.of(Counted(np.zeros(1_000_000)))
-    assert message.stream.size < 1000
+    message = _Message(Counted(np.zeros(1_000_000)))
+    assert len(message.stream) < 1000
     assert [b.size for b in message.buffers] == [8_000_000]
-    small = _Message.of(Counted(np.zeros(10)))
+    small = _Message(Counted(np.zeros(10)))
     assert small.buffers == []
     return "ok"
 
@@ -92,6 +92,93 @@ def _out_of_band(rank, world):
 def test_large_arrays_stay_out_of_the_stream():
     """K97."""
     assert run(_out_of_band, 1) == ["ok"]
+
+
+ODD = [
+    np.zeros((3, 0, 2)),
+    np.array(2.5),
+    np.arange(12, dtype="i2").reshape(3, 4)[:, ::2],
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.array([1, 2], ">i4"),
+    np.zeros(3, np.dtype("f4", metadata={"unit": "m"})),
+    np.array([True, False]),
+    np.arange(3).astype(np.float16),
+    np.arange(3).astype(np.longdouble),
+    np.arange(3) * 1j,
+    np.array(["a", "bc"]),
+    np.array([None, {}], object),
+    np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    np.ma.masked_array([1, 2], [True, False]),
+    np.array(["2020-01-01", "NaT"], "M8[D]"),
+]
+
+
+def _round_trip(rank, world):
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    same = np.ones(2)
+    for thing in [*ODD, fixed]:
+        got = [thing if rank == 0 else None]
+        cdist.send_object_list(got, 1) if rank == 0 else cdist.recv_object_list(got, 0)
+        usual = pickle.loads(pickle.dumps(thing, 5))
+        (a,), b = got, usual
+        assert type(a) is type(b)
+        assert (a.dtype, a.shape, a.dtype.metadata) == (b.dtype, b.shape, b.dtype.metadata)
+        assert a.flags.writeable == b.flags.writeable
+        assert a.flags.f_contiguous == b.flags.f_contiguous
+        assert repr(a) == repr(b)
+    got = [[same, same] if rank == 0 else None]
+    cdist.broadcast_object_list(got)
+    assert got[0][0] is got[0][1]
+    return "ok"
+
+
+def test_arrays_come_as_numpy_pickles_them():
+    assert run(_round_trip, 2) == ["ok"] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ((2,), 11, b"1234"),
+        ((-1,), 11, b""),
+        ((1 << 62, 4), 11, b""),
+        ((1,), 17, b"12345678"),
+        ((1,) * 99, 1, b"1"),
+    ],
+)
+def test_a_bad_array_in_a_pickle_is_refused(arguments):
+    with pytest.raises(ValueError, match="do not fit together"):
+        _core._array_of(*arguments)
+    assert _core._array_of((1,), 11, b"\0\0\x80?") == 1.0
+
+
+@pytest.mark.parametrize("size", [900, 940, 960, 984, 990, 1000, 1024, 1100, 70_000])
+def test_around_the_size_of_a_slot(size):
+    assert run(_sized, 2, size) == ["ok"] * 2
+
+
+def _sized(rank, world, size):
+    things = [bytes([r + 65]) * (size + r) for r in range(world)]
+    out = [None] * world
+    cdist.all_gather_object(out, things[rank])
+    assert out == things
+    out = [None] * world if rank == 1 else None
+    cdist.gather_object(things[rank], out, dst=1)
+    assert rank == 0 or out == things
+    out = [None]
+    cdist.scatter_object_list(out, things if rank == 0 else None)
+    assert out == [things[rank]]
+    out = [things[0] if rank == 0 else None]
+    cdist.broadcast_object_list(out)
+    assert out == things[:1]
+    if rank == 0:
+        cdist.send_object_list(things, 1)
+    else:
+        out = [None] * 2
+        cdist.recv_object_list(out, 0)
+        assert out == things
+    return "ok"
 
 
 def _cannot_pickle(rank, world):

@@ -3,6 +3,7 @@
 
 #include "py/arena.h"
 #include "py/array.h"
+#include "py/array_pickle.h"
 #include "py/collectives.h"
 #include "py/errors.h"
 #include "py/gpu.h"
@@ -47,6 +48,7 @@ static int execute(PyObject *module)
     static int (*const rooms[])(PyObject *) = {
         cd_py_errors_add,
         cd_py_array_add,
+        cd_py_array_pickle_add,
         cd_py_redop_add,
         cd_py_recorder_add,
         cd_py_group_add,
