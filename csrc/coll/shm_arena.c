@@ -2,8 +2,6 @@
  * result to all outputs. Two waits and no staging. Falls back to staging unless the buffers of all ranks lie in the arena. */
 #include "coll/shm_team_impl.h"
 
-#include "simd/copy.h"
-
 /* What is reduced at a time, before it is copied to the others: blocks of two inputs stay in L1, and the kernel writes one
  * destination. Measured with 2 ranks at 1 MiB: 4 KiB 23.5 µs, 16 KiB 25, 2 KiB as 4. */
 #define BLOCK_BYTES ((size_t)4096)
@@ -44,17 +42,14 @@ static void reduce_slice(cd_shm_team *shm, const cd_op *op, size_t from, size_t 
         reduce(own + at, shm->inputs, shm->ranks, bytes / op->item_bytes, op->factor);
         for (int i = 1; i < shm->ranks; i++) {
             int peer = (shm->rank + i) % shm->ranks;
-            cd_copy_near(at_where(shm->arena, cd_shm_head_of(shm, peer)->where.out_at) + at, own + at, bytes);
+            cd_shm_give(shm, at_where(shm->arena, cd_shm_head_of(shm, peer)->where.out_at) + at, own + at, bytes);
         }
     }
 }
 
-cd_status cd_shm_arena_run(cd_team *team, const cd_op *op, const cd_patience *patience)
+static cd_status run_in_place(cd_team *team, const cd_op *op, cd_shm_where where, const cd_patience *patience)
 {
     cd_shm_team *shm = team->shm;
-    cd_shm_where where = {locate(shm->arena, &op->in.list[0]), locate(shm->arena, &op->out.list[0]), cd_shm_skew_of(&op->in)};
-    if (!where.in_at || !where.out_at)
-        return cd_shm_stage_run(team, op, patience);
     cd_shm_begin(shm, op, CD_SHM_ROUNDS)->where = where;
     cd_shm_enter(shm);
     CD_TRY(cd_shm_meet(team, op, patience));
@@ -75,4 +70,14 @@ cd_status cd_shm_arena_run(cd_team *team, const cd_op *op, const cd_patience *pa
         if (peer != shm->rank)
             CD_TRY(cd_shm_await(team, &shm->rows[peer].left.round, round + 1, peer, patience));
     return CD_OK;
+}
+
+cd_status cd_shm_arena_run(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    cd_shm_team *shm = team->shm;
+    cd_shm_where where = {locate(shm->arena, &op->in.list[0]), locate(shm->arena, &op->out.list[0]), cd_shm_skew_of(&op->in)};
+    if (!where.in_at || !where.out_at)
+        return cd_shm_stage_run(team, op, patience);
+    cd_shm_choose_way(team, op);
+    return cd_shm_note_way(shm, run_in_place(team, op, where, patience));
 }

@@ -49,7 +49,7 @@ static cd_status put(const move *m, uint64_t round)
         if (!bytes)
             return CD_OK;
         CD_TRY(cd_shm_wait_free(m->team, round, m->patience));
-        cd_piece_read(m->common, at, bytes, slot);
+        cd_piece_give(shm, m->common, at, bytes, slot);
         cd_shm_raise(&shm->rows[shm->rank].staged.round, round + 1);
         return CD_OK;
     }
@@ -59,7 +59,7 @@ static cd_status put(const move *m, uint64_t round)
             continue;
         if (!put_bytes)
             CD_TRY(cd_shm_wait_free(m->team, round, m->patience));
-        cd_piece_read(&shm->gives[peer], at, bytes, slot + slice_index(shm->rank, peer) * m->slice);
+        cd_piece_give(shm, &shm->gives[peer], at, bytes, slot + slice_index(shm->rank, peer) * m->slice);
         put_bytes += bytes;
     }
     if (put_bytes)
@@ -100,7 +100,7 @@ static void deliver_eager(cd_shm_team *shm)
         cd_piece_write(&shm->takes[peer], 0, shm->takes[peer].bytes, shm->inputs[peer]);
 }
 
-cd_status cd_shm_move_run(cd_team *team, const cd_op *op, const cd_patience *patience)
+static cd_status run_move(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     cd_shm_team *shm = team->shm;
     bool uneven = (op->flags & CD_OP_UNEVEN) != 0;
@@ -133,4 +133,10 @@ cd_status cd_shm_move_run(cd_team *team, const cd_op *op, const cd_patience *pat
     }
     shm->rounds = m.end;
     return CD_OK;
+}
+
+cd_status cd_shm_move_run(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    cd_shm_choose_way(team, op);
+    return cd_shm_note_way(team->shm, run_move(team, op, patience));
 }

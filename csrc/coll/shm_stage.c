@@ -6,7 +6,6 @@
 #include "coll/shm_team_impl.h"
 
 #include "base/host.h"
-#include "simd/copy.h"
 
 /* Rounds at a time where ranks outnumber cores: half a ring, so that the next ones find free slots. */
 #define CROWDED_ROUNDS (CD_SHM_SLOTS / 2)
@@ -56,7 +55,7 @@ static cd_status put(const stage *s, uint64_t round)
     for (int i = 1; i < shm->ranks; i++) {
         int owner = (shm->rank + i) % shm->ranks;
         size_t at, bytes = part_of(s, round, owner, &at);
-        cd_piece_read(&s->in, at, bytes, slice_of(s, shm->rank, round, (size_t)owner, 0));
+        cd_piece_give(shm, &s->in, at, bytes, slice_of(s, shm->rank, round, (size_t)owner, 0));
     }
     cd_shm_raise(&shm->rows[shm->rank].staged.round, round + 1);
     return CD_OK;
@@ -95,7 +94,7 @@ static cd_status reduce_own(const stage *s, uint64_t round)
         /* In private memory first, then in bulk: a kernel that writes shared lines one by one is slower (measured). */
         s->reduce(own ? own : shared, shm->inputs, shm->ranks, bytes / s->op->item_bytes, s->op->factor);
         if (own)
-            cd_copy_near(shared, own, bytes);
+            cd_shm_give(shm, shared, own, bytes);
         else if (s->out.span)
             cd_piece_write(&s->out, at, bytes, shared);
     }
@@ -198,7 +197,7 @@ static cd_status put_blocks(const stage *s, uint64_t round)
         const cd_shm_piece *give = &shm->gives[owner];
         size_t at, bytes = block_part(s, give, round, &at);
         char *to = slice_of(s, shm->rank, round, slice_index(shm->rank, owner), block_at(s, owner));
-        cd_piece_read(give, at, bytes, to);
+        cd_piece_give(shm, give, at, bytes, to);
     }
     cd_shm_raise(&shm->rows[shm->rank].staged.round, round + 1);
     return CD_OK;
@@ -269,10 +268,8 @@ static cd_status run_reduce_scatter(cd_team *team, const cd_op *op, const cd_pat
     return CD_OK;
 }
 
-cd_status cd_shm_stage_run(cd_team *team, const cd_op *op, const cd_patience *patience)
+static cd_status run_reduce(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
-    if (op->kind == CD_REDUCE_SCATTER)
-        return run_reduce_scatter(team, op, patience);
     stage s = plan_stage(team, op, patience);
     cd_shm_begin(team->shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){.skew = cd_shm_skew_of(&op->in)};
     cd_shm_enter(team->shm);
@@ -282,4 +279,11 @@ cd_status cd_shm_stage_run(cd_team *team, const cd_op *op, const cd_patience *pa
         CD_TRY(put(&s, put_end++));
     CD_TRY(cd_shm_meet(team, op, patience));
     return run_rounds(&s, put_end);
+}
+
+cd_status cd_shm_stage_run(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    cd_shm_choose_way(team, op);
+    cd_status status = op->kind == CD_REDUCE_SCATTER ? run_reduce_scatter(team, op, patience) : run_reduce(team, op, patience);
+    return cd_shm_note_way(team->shm, status);
 }

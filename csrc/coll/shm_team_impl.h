@@ -19,6 +19,7 @@
 #ifndef CD_COLL_SHM_TEAM_IMPL_H
 #define CD_COLL_SHM_TEAM_IMPL_H
 
+#include "base/pace.h"
 #include "coll/shm_team.h"
 #include "simd/reduce.h"
 #include "simd/strided.h"
@@ -27,6 +28,9 @@
 
 #define CD_SHM_SLOTS 12
 #define CD_SHM_INLINE 48
+/* Sizes of one kind whose ways are chosen apart (shm_ways.c). */
+#define CD_SHM_SIZES 2
+#define CD_SHM_PACES (CD_SHM_SIZES * (CD_ALL_TO_ALL - CD_ALL_REDUCE + 1))
 /* Slices and reductions start at multiples of this, so that no two ranks write one line. */
 #define CD_SHM_GRAIN ((size_t)64)
 
@@ -39,13 +43,15 @@ typedef struct {
 typedef struct {
     _Atomic uint64_t number; /* of the operation on this team, from 1 */
     uint32_t signature;
-    uint32_t eager;          /* uneven operations: all that this rank gives lies in its small slot */
+    uint32_t eager : 1;      /* uneven operations: all that this rank gives lies in its small slot */
+    uint32_t far : 24;       /* bit per pace: the way of the next operation, where this rank is the one to tell it */
     union {
         char payload[CD_SHM_INLINE];
         cd_shm_where where;
     };
 } cd_shm_head;
 _Static_assert(sizeof(cd_shm_head) == 64, "one line");
+_Static_assert(CD_SHM_PACES <= 24, "a bit each");
 
 /* One rank's part of the board: all of it is written by that rank alone. */
 typedef struct {
@@ -96,6 +102,13 @@ struct cd_shm_team {
     size_t slot_bytes;
     size_t small_ring;           /* bytes of a small ring that are used, a multiple of CD_SHM_GRAIN */
     size_t small_now, small_next; /* offsets in it of this operation's slot and of the next one's: the same on all ranks */
+    /* See shm_ways.c. */
+    cd_pace paces[CD_SHM_PACES]; /* by kind and size */
+    uint32_t far;                /* bit per pace: what this rank tells */
+    bool is_far;                 /* the running operation writes past the caches */
+    cd_pace *timed;              /* the running operation is timed for it */
+    size_t timed_bytes;
+    uint64_t began_ns, waited_ns; /* waited for the others to come: not their work */
     /* Work space of the running operation. */
     const void **inputs;        /* one a rank */
     cd_shm_piece *gives, *takes; /* one a rank: to and from that peer */
@@ -151,6 +164,7 @@ static inline cd_shm_head *cd_shm_begin(cd_shm_team *shm, const cd_op *op, uint3
     cd_shm_head *head = cd_shm_head_of(shm, shm->rank);
     head->signature = cd_op_signature(op) ^ path;
     head->eager = 0;
+    head->far = shm->far & ((UINT32_C(1) << CD_SHM_PACES) - 1);
     cd_op_descriptor(op, &shm->rows[shm->rank].descriptor[shm->number & 1]);
     return head;
 }
@@ -224,6 +238,15 @@ bool cd_shm_take_eagerly(cd_shm_team *shm, bool one_for_all);
 /* After the meeting: compares what each rank gives with what its peers expect, all pairs on all ranks, so that all find the
  * same difference. *largest_p: bytes of the largest piece. */
 cd_status cd_shm_check_counts(cd_team *team, const cd_op *op, size_t *largest_p);
+
+/* Before cd_shm_begin: which way the operation writes to shared memory. */
+void cd_shm_choose_way(cd_team *team, const cd_op *op);
+/* When it has ended: what it took. Returns the status. */
+cd_status cd_shm_note_way(cd_shm_team *shm, cd_status status);
+/* Memory that other ranks read ← `from`, the way of the running operation. */
+void cd_shm_give(const cd_shm_team *shm, void *out, const void *from, size_t bytes);
+/* The same for a part of a piece. */
+void cd_piece_give(const cd_shm_team *shm, const cd_shm_piece *piece, size_t at, size_t bytes, void *out);
 
 /* Bytes [at, at + bytes) of a piece → packed memory, and back; any cut, also inside of elements. */
 void cd_piece_read(const cd_shm_piece *piece, size_t at, size_t bytes, void *out);

@@ -6,6 +6,7 @@
 #ifndef CD_NET_MESH_CORE_H
 #define CD_NET_MESH_CORE_H
 
+#include "base/pace.h"
 #include "net/mesh.h"
 #include "net/mesh_frame.h"
 
@@ -50,12 +51,6 @@ typedef struct cd_kept {
     char body[];
 } cd_kept;
 
-/* How fast large messages of about one size came from a peer either way. */
-typedef struct {
-    uint32_t messages;
-    uint64_t ring_ns, read_ns; /* a KiB; 0: not measured yet */
-} cd_mesh_pace;
-
 typedef enum { CD_MESH_REACH_AUTO, CD_MESH_REACH_ALWAYS, CD_MESH_REACH_NEVER } cd_mesh_reach;
 
 typedef struct {
@@ -65,7 +60,7 @@ typedef struct {
     size_t untold;     /* failed sends that this peer's loss ended and nobody has asked about */
     bool loss_is_known; /* the user has been told of it */
     cd_xfers first, asked, bodies, posted, arriving, reading;
-    cd_mesh_pace pace[3]; /* by size, see mesh_reach.c */
+    cd_pace pace[3]; /* of large messages from this peer by size, see mesh_reach.c */
     cd_kept *kept, **kept_last;
     size_t kept_bytes;
     bool told_slow;    /* we asked the peer to announce everything */

@@ -18,7 +18,7 @@
  * processes run: a ring is quick where they share a cache and slow where they do not, which a virtual machine does not say. µs
  * one way between 2 ranks on an EPYC: 1 MiB through the ring 35, read 42 on huge pages, 91 on small ones; 64 MiB 4277, 5079,
  * 14390. In other minutes, and with memcpy for the ring (see simd/copy.c), 1 MiB 455 and 42, 64 MiB 29814 and 5723; without it
- * exchange between the cores is still three to four times slower at times. So it is measured as it goes,
+ * exchange between the cores is still three to four times slower at times (see coll/shm_ways.c). So it is measured as it goes,
  * for each peer. */
 #include "net/mesh_core.h"
 
@@ -26,38 +26,17 @@
 #define REACH_LEAST (UINT64_C(128) << 10)
 /* Read at a time, with the lock held. */
 #define TURN_BYTES (UINT64_C(1) << 20)
-/* Both ways are tried in turn at first, since the first use of memory is slow whichever way it is. */
-#define TRIALS 8
-/* Later the slower way is tried now and then; seldom where it was much slower. */
-#define AGAIN 64
-#define AGAIN_MUCH_SLOWER 512
+enum { WAY_READ, WAY_RING };
 
-static cd_mesh_pace *pace_of(cd_mesh_peer *p, size_t bytes)
+static cd_pace *pace_of(cd_mesh_peer *p, size_t bytes)
 {
     return &p->pace[bytes < UINT64_C(1) << 20 ? 0 : bytes < UINT64_C(16) << 20 ? 1 : 2];
 }
 
 void cd_mesh_note_pace(cd_mesh_peer *p, const cd_xfer *x, bool read, uint64_t ns)
 {
-    if (x->bytes < REACH_LEAST)
-        return;
-    cd_mesh_pace *pace = pace_of(p, x->bytes);
-    uint64_t *way = read ? &pace->read_ns : &pace->ring_ns;
-    uint64_t each = ns / (x->bytes >> 10) + 1;
-    if (*way == 0 || (pace->messages < TRIALS && each < *way))
-        *way = each;
-    else if (pace->messages >= TRIALS)
-        *way = (3 * *way + each) / 4;
-}
-
-static bool reads_next(cd_mesh_pace *pace)
-{
-    uint32_t n = pace->messages++;
-    if (n < TRIALS || !pace->read_ns || !pace->ring_ns)
-        return n % 2 == 0;
-    bool reads = pace->read_ns < pace->ring_ns;
-    uint64_t quick = reads ? pace->read_ns : pace->ring_ns, slow = reads ? pace->ring_ns : pace->read_ns;
-    return n % (slow > 2 * quick ? AGAIN_MUCH_SLOWER : AGAIN) == 0 ? !reads : reads;
+    if (x->bytes >= REACH_LEAST)
+        cd_pace_note(pace_of(p, x->bytes), read ? WAY_READ : WAY_RING, x->bytes, ns);
 }
 
 uint64_t cd_mesh_offer(const cd_mesh *mesh, const cd_mesh_peer *p, const cd_xfer *x)
@@ -71,7 +50,7 @@ bool cd_mesh_reads(const cd_mesh *mesh, cd_mesh_peer *p, uint64_t there, size_t 
     if (!there || mesh->reach == CD_MESH_REACH_NEVER || bytes < REACH_LEAST || !p->pipe || !p->pipe->ops->read_peer ||
         !p->pipe->ops->reaches_peer(p->pipe))
         return false;
-    return mesh->reach == CD_MESH_REACH_ALWAYS || reads_next(pace_of(p, bytes));
+    return mesh->reach == CD_MESH_REACH_ALWAYS || cd_pace_way(pace_of(p, bytes), bytes, cd_now_ns()) == WAY_READ;
 }
 
 bool cd_mesh_read_some(cd_mesh *mesh, int peer)
