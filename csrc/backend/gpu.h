@@ -15,8 +15,8 @@ cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *pat
 /* The same from the driver, not registered. */
 cd_status cd_gpu_alloc_plain(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
 /* Gives it back. Queued work of any stream may still use it: it is kept until a later allocation, which waits for that work when
- * much is kept or no other memory is left. Any thread, without waiting. Also after an abort, and after the group has freed the
- * backend, which lives as long as its memory. Takes NULL. */
+ * much is kept or no other memory is left. Any thread, without waiting while the group lives; also after an abort. The backend
+ * lives as long as its memory: what is released last after the group has freed it waits for the GPU. Takes NULL. */
 void cd_gpu_release(cd_backend *backend, void *memory);
 
 typedef struct {

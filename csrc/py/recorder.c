@@ -186,7 +186,7 @@ static PyMethodDef functions[] = {
     {"_records", records, METH_VARARGS,
      "_records(group, rank, most=256)\n--\n\nLast operations of a rank of this host, or None."},
     {"_gone", gone, METH_O, "_gone(group)\n--\n\nFor each rank of the world whether it left or is lost."},
-    {"_is_stopped", is_stopped, METH_VARARGS, 
+    {"_is_stopped", is_stopped, METH_VARARGS,
      "_is_stopped(group, rank)\n--\n\nWhether its process is seen from here and is stopped."},
     {"_describe_rank", describe, METH_VARARGS, "_describe_rank(group, rank)\n--\n\nWhat is known of a rank, as a sentence."},
     {"_group_info", group_info, METH_O, "_group_info(group)\n--\n\n(context, sequence, what broke it or None, generation)."},

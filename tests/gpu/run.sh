@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that needs real GPUs: builds the tree in place, runs the suite, compute-sanitizer over the kernels, the benchmarks;
-# six and four minutes on two H200s. Each step has its own limit; all output is in $OUT/run.log; a failed step does not stop the
-# others.
+# Everything that needs real GPUs: builds the tree in place, runs the suite, compute-sanitizer over the kernels, the benchmarks.
+# On two H200s the suite takes five minutes, the rest two. Each step has its own limit; all output is in $OUT/run.log; a failed
+# step does not stop the others.
 #   OUT=folder tests/gpu/run.sh [all|test|bench]
 cd "$(dirname "$0")/../.." || exit 1
 what=${1:-all}
