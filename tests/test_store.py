@@ -11,6 +11,7 @@ import socketserver
 import struct
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from datetime import timedelta
@@ -463,6 +464,32 @@ def test_ctrl_c_ends_a_wait(kind):
         "    sys.exit(5)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, kind], timeout=20).returncode == 5
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # At the end of the program the collector takes the extension's own classes too.
+        """
+        class Holder: pass
+        holder = Holder()
+        holder.itself, holder.store = holder, TCPStore("127.0.0.1", 0, None, True)
+        """,
+        """
+        def lose():
+            class Mine(TCPStore): pass
+            Mine.last = Mine("127.0.0.1", 0, None, True, multi_tenant=True)
+            return Mine.last.port
+        port = lose()
+        gc.collect()
+        TCPStore("127.0.0.1", port, None, True, multi_tenant=True).set("k", "v")  # the port is free again
+        """,
+    ],
+)
+def test_a_store_that_is_collected_together_with_its_class(program):
+    program = "import gc\nfrom cdist.store import TCPStore\n" + textwrap.dedent(program)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_many_clients_meet():

@@ -21,7 +21,7 @@ struct cd_py_server {
 
 static void leave_server(cd_py_state *state, cd_py_server *shared)
 {
-    if (!shared || --shared->refs)
+    if (--shared->refs)
         return;
     cd_py_server **link = (cd_py_server **)&state->store_servers;
     while (shared->listed && *link != shared)
@@ -39,6 +39,7 @@ static int store_traverse(PyObject *object, visitproc visit, void *arg)
 {
     cd_py_store *self = (cd_py_store *)object;
     Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->module);
     Py_VISIT(self->under);
     return 0;
 }
@@ -64,11 +65,9 @@ static void store_dealloc(PyObject *object)
     Py_BEGIN_ALLOW_THREADS
     cd_store_release(store);
     Py_END_ALLOW_THREADS
-    if (self->server) {
-        cd_py_state *state = cd_py_state_of_type(type);
-        if (state)
-            leave_server(state, self->server);
-    }
+    if (self->server)
+        leave_server(cd_py_state_of(self->module), self->server);
+    Py_CLEAR(self->module);
     PyErr_Restore(type_of_error, value, trace);
     type->tp_free(object);
     Py_DECREF(type);
@@ -141,6 +140,7 @@ static int start_server(cd_py_store *self, cd_py_state *state, const char *host,
     }
     shared->refs++;
     self->server = shared;
+    self->module = Py_NewRef(PyType_GetModuleByDef(Py_TYPE(self), &cd_py_module));
     self->port = cd_server_port(shared->server);
     return 0;
 }

@@ -10,6 +10,7 @@ typedef struct {
     PyObject_HEAD
     cd_store *store;      /* NULL: a subclass in Python that brings its own methods */
     cd_py_server *server; /* TCPStore that hosts */
+    PyObject *module;     /* beside it: a type that the garbage collector takes too no longer knows its module */
     PyObject *under;      /* PrefixStore: the object it was given */
     PyObject *host, *path;
     int port;
