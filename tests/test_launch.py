@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 from cdist import TCPStore
-from cdist.launch import agent, nodes, options
+from cdist.launch import agent, logs, nodes, options
 from cdist.launch.binding import core_sets, parse_cores
 from cdist.launch.exits import MemoryWatch
-from cdist.launch.logs import Stream
 from cdist.launch.record import read_error, record
 
 LIMIT = 30  # seconds; only a hang takes as long
@@ -39,6 +38,12 @@ def touch(name):
 def wait_for(name):
     while not (folder / name).exists():
         time.sleep(0.01)
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
 
 """
 
@@ -464,8 +469,10 @@ def test_the_cause_comes_last_and_not_its_consequence(launcher):
 
         sys.excepthook = hook
         if rank == 0:
+            touch(f"{os.getpid()}.pid")
             raise PeerLostError("rank 1 is lost")
-        time.sleep(0.3)
+        while not (found := list(folder.glob("*.pid"))) or is_alive(found[0].stem):
+            time.sleep(0.01)
         try:
             {}["key"]
         except KeyError as error:
@@ -783,16 +790,33 @@ class Sink:
         self.pieces.append((data, finished))
 
 
+def test_a_line_that_a_full_buffer_cut_is_waited_for():
+    """Its end comes when the worker runs on, before which another one's line would break it."""
+    read_end, write_end = os.pipe()
+    stream = logs.Stream(0, "stdout", read_end, Sink(), b"")
+    os.write(write_end, b"x" * 8192)
+    stream.read(5.0)
+    os.write(write_end, b"x")
+    stream.read(5.1)
+    assert stream.show_at == 5.0 + logs.CUT_AFTER
+    os.write(write_end, b"\n")
+    stream.read(5.2)
+    assert stream.show_at is None
+    assert stream.console.pieces == [(b"x" * 8193 + b"\n", True)]
+    os.close(write_end)
+    stream.close()
+
+
 def test_stream():
     read_end, write_end = os.pipe()
     sink = Sink()
-    stream = Stream(0, "stdout", read_end, sink, b"> ")
+    stream = logs.Stream(0, "stdout", read_end, sink, b"> ")
     assert stream.read(0) == 0
     os.write(write_end, b"one\ntwo")
     assert stream.read(0) == 7
-    assert stream.rest_since == 0
+    assert stream.show_at == logs.PARTIAL_AFTER
     stream.show_rest()
-    assert stream.rest_since is None
+    assert stream.show_at is None
     os.write(write_end, b"2\nthree\nfour")
     stream.read(1)
     os.close(write_end)
@@ -880,9 +904,13 @@ def test_restart_on_all_nodes(launcher):
 def test_a_launcher_that_dies_ends_the_others(launcher, killed):
     script = launcher.script("touch(f'up{rank}')\ntime.sleep(600)")
     conf = {"PET_RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=2"}
-    processes = start_nodes(launcher, script, env=conf)
+    port = free_port()
+    processes = start_nodes(launcher, script, env=conf, port=port)
     launcher.wait_for("up0", "up1", "up2", "up3")
-    time.sleep(1.0)  # the launchers know of each other
+    store = TCPStore("127.0.0.1", port, None, False)
+    while store.add("cdist.agent/none/beat/1", 0) == 0:  # so that node 0 knows of it
+        time.sleep(0.01)
+    del store
     processes[killed].kill()
     processes[killed].communicate()
     other = launcher.finish(processes[1 - killed])

@@ -15,13 +15,16 @@ from cdist.launch.dumps import Dumps
 from cdist.launch.exits import MemoryWatch, shell_code, signal_name
 from cdist.launch.guard import Guard
 from cdist.launch.host import HostError, StoreHost, is_ephemeral
-from cdist.launch.logs import PARTIAL_AFTER, Console, Stream, fill_template
+from cdist.launch.logs import Console, Stream, fill_template
 from cdist.launch.report import Failure, compose, describe, first_cause
 from cdist.launch.worker import Worker
 
 # After the first failure the other ranks may end by themselves for this long, so that theirs is not blamed
 # on SIGTERM and a cause that is slow to end is still found.
 AFTERMATH = 1.0
+# A launcher that knows the cause has told the others of it after this long: 0.4 s at most, where nobody
+# waits for a core.
+NEWS = 1.0
 # What Ctrl-C leaves the workers before SIGKILL, seconds.
 INTERRUPT_GRACE = 0.4
 
@@ -278,8 +281,8 @@ class Agent:
             self._turn(end - time.monotonic())
         failures = self._failures()
         if self.nodes and all(failure.is_consequence for failure in failures):
-            # Another node has the cause and is about to tell.
-            end = time.monotonic() + AFTERMATH
+            # Another node has the cause and is about to tell: it may itself be waiting for it.
+            end = time.monotonic() + AFTERMATH + NEWS
             while not self.remote and time.monotonic() < end:
                 self._turn(end - time.monotonic())
         if failures and self.nodes:
@@ -354,16 +357,16 @@ class Agent:
         if any(w.exit_descriptor is None for w in self.workers):
             timeout = min(timeout, self.options.monitor_interval)
         now = time.monotonic()
-        waiting = [s.rest_since for s in self.streams if s.rest_since is not None]
+        waiting = [s.show_at for s in self.streams if s.show_at is not None]
         if waiting:
-            timeout = min(timeout, max(0.0, min(waiting) + PARTIAL_AFTER - now))
+            timeout = min(timeout, max(0.0, min(waiting) - now))
         if any(console.backlog_bytes for console in self.consoles.values()):
             timeout = min(timeout, 0.005)
         for key, _ in self.selector.select(timeout):
             key.data(key)
         now = time.monotonic()
         for stream in self.streams:
-            if stream.rest_since is not None and now - stream.rest_since >= PARTIAL_AFTER:
+            if stream.show_at is not None and now >= stream.show_at:
                 stream.show_rest()
         for console in self.consoles.values():
             console.flush()

@@ -8,6 +8,11 @@ import time
 
 # A line that has no end yet is shown after this many seconds (a progress bar, a prompt).
 PARTIAL_AFTER = 0.03
+# A piece of this many bytes ends where the worker's buffer was full, which says nothing of its line. For so
+# many seconds after it the end of a line is waited for: a worker that has no core just then may well be away
+# for longer than the above.
+BUFFER_BYTES = 4096
+CUT_AFTER = 1.0
 # A line longer than this is passed on in pieces.
 LONGEST_LINE = 1 << 20
 # What a report may quote of a worker's stderr.
@@ -83,7 +88,8 @@ class Stream:
         self._log = open(log_path, "ab", buffering=0) if log_path else None  # noqa: SIM115
         self._rest = b""
         self._rest_shown = 0  # bytes of the rest that the console has already
-        self.rest_since = None  # when the rest began to wait for its end
+        self._cut_until = 0.0
+        self.show_at = None  # when the rest is to be shown if its end has not come
         self.tail = b""
 
     def read(self, now):
@@ -110,7 +116,10 @@ class Stream:
         self._rest = rest
         if len(rest) > LONGEST_LINE:
             self.show_rest()
-        self.rest_since = now if len(self._rest) > self._rest_shown else None
+        if len(data) >= BUFFER_BYTES:
+            self._cut_until = now + CUT_AFTER
+        is_open = len(self._rest) > self._rest_shown
+        self.show_at = max(now + PARTIAL_AFTER, self._cut_until) if is_open else None
 
     def show_rest(self):
         """Show the beginning of a line whose end has not come."""
@@ -122,7 +131,7 @@ class Stream:
         self._rest_shown = len(self._rest)
         if self._rest_shown > LONGEST_LINE:
             self._rest, self._rest_shown = self._rest[-1:], 1
-        self.rest_since = None
+        self.show_at = None
 
     def _prefixed(self, lines, shown):
         """Put the prefix before each line, but for the part of the first one that is shown already."""

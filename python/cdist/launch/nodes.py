@@ -75,6 +75,7 @@ class Nodes:
                 if self._rank >= self._options.nnodes:
                     raise HostError(f"--nnodes {self._options.nnodes}: that many nodes are there already")
                 self._post("rank", self._rank)
+            self._store.add(self._prefix + f"beat/{self._rank}", 1)  # who ends from now on is missed
             self._watch()
             self._say_goodbye()
         except Exception as error:
