@@ -109,7 +109,7 @@ def test_other_threads_run_while_one_waits():
 
     def wait():
         with pytest.raises(errors.DistTimeoutError):
-            _core._wait(0.3)
+            _core._wait(1)
         ticks.append("waited")
 
     waiter = threading.Thread(target=wait)

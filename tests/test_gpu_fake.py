@@ -1,5 +1,6 @@
 """The GPU path from Python to NCCL's entry points, on a driver and a NCCL that need no GPU."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,6 +14,7 @@ import gpu_cases
 import numpy as np
 import pytest
 from cdist.testing import run
+from tally import Tally
 
 
 @pytest.fixture(scope="module")
@@ -183,12 +185,16 @@ def test_arrays_in_host_memory_are_reduced_in_a_group_for_gpus_too():
 def beside_a_killed_rank(fakes, call):
     """What call(module, array) returns on rank 0 after rank 1 was killed, both connected by an all_reduce."""
 
+    through = Tally()
+
     def body(rank, world):
         xp = fake_gpu.Module(rank)
         x = xp.put(np.ones(3))
         cdist.all_reduce(x)
         xp.get(x)
+        through.note(rank)
         if rank == 1:
+            through.wait_for(world)
             os.kill(os.getpid(), signal.SIGKILL)
         return call(xp, x)
 
@@ -240,15 +246,16 @@ def test_a_dropped_work_keeps_its_array_until_it_is_through(fakes):
         cdist.all_reduce(x)
         y = xp.put(np.full(3, rank + 1.0))
         kept = weakref.ref(y)
-        cdist.barrier()
+        store = cdist.group.WORLD.get_group_store()
         if rank == 1:
-            time.sleep(0.5)
+            store.get("looked")
         cdist.all_reduce(y, async_op=True)
         del y
         early = kept() is not None
-        time.sleep(1)
-        cdist.all_reduce(x, async_op=True).wait()  # sweeps
-        xp.get(x)
+        store.set("looked", "")
+        for _ in range(2):  # the first is through behind y's, the second sweeps
+            cdist.all_reduce(x, async_op=True).wait()
+            xp.get(x)
         return early, kept() is None
 
     for rank, (early, late) in enumerate(run(body, 2, environ=fakes, check_leftovers=False)):
@@ -268,16 +275,18 @@ def test_a_coalesced_operation_is_missed_at_its_deadline(fakes):
     assert "all_reduce" in text
 
 
-def press_ctrl_c_soon():
+@contextlib.contextmanager
+def ctrl_c_soon():
+    """Without another thread, which would need the interpreter lock for it."""
     signal.signal(signal.SIGALRM, lambda *args: signal.raise_signal(signal.SIGINT))
     signal.setitimer(signal.ITIMER_REAL, 0.3)
+    yield
 
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_ctrl_c_ends_the_wait_to_connect(fakes, async_op):
     def call(xp, x):
-        press_ctrl_c_soon()
-        with pytest.raises(KeyboardInterrupt):  # and not what rank 1's end would raise
+        with pytest.raises(KeyboardInterrupt), ctrl_c_soon():  # and not what rank 1's end would raise
             cdist.broadcast(x, 0, timeout=20, async_op=async_op)
         return outcome(lambda: cdist.broadcast(x, 0))
 
@@ -291,8 +300,7 @@ def test_ctrl_c_in_the_making_of_a_communicator_ends_the_group_on_all_ranks(fake
     def body(rank, world):
         x = fake_gpu.Module(rank).put(np.ones(3))
         if rank == 0:
-            press_ctrl_c_soon()
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt), ctrl_c_soon():
                 cdist.all_reduce(x, async_op=async_op)
         return [outcome(lambda: cdist.all_reduce(x)), outcome(lambda: cdist.all_reduce(np.ones(3)))]
 

@@ -237,11 +237,13 @@ def test_low_level_names():
 
 
 def late(rank, world):
+    store = cdist.group.WORLD.get_group_store()
     if rank == 1:
-        time.sleep(0.8)
+        store.get("over")
         return None
     with pytest.raises(cdist.DistError) as caught:
         cdist.monitored_barrier(timeout=0.4)
+    store.set("over", "")
     return str(caught.value)
 
 
@@ -254,7 +256,7 @@ PROGRAM = """
 import os, time
 import numpy as np
 import cdist as dist
-dist.init_process_group(timeout=1)
+dist.init_process_group()
 x = np.full(1, dist.get_rank() + 1.0)
 {body}
 dist.all_reduce(x)
@@ -297,7 +299,7 @@ def in_terminal(argv, environ, answer, limit=40):
 def test_breakpoint_waits_for_the_user(tmp_path):
     """K134: the worker has no terminal of its own; three seconds in the debugger end no one-second wait."""
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(body="dist.breakpoint(rank=1)"))
+    program.write_text(PROGRAM.format(body="dist.set_timeout(1)\ndist.breakpoint(rank=1)"))
     seen = []
 
     def answer(text):
@@ -323,7 +325,10 @@ def test_pending_operation_at_exit_gives_one_line(tmp_path):
 if dist.get_rank() == 0:
     work = dist.all_reduce(x, async_op=True)
 else:
-    time.sleep(0.5)
+    try:
+        dist.recv(x, 0, timeout=20)  # until rank 0 has left
+    except dist.PeerLostError:
+        pass
 raise SystemExit"""
     program.write_text(PROGRAM.format(body=body))
     server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

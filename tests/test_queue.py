@@ -6,9 +6,7 @@ Collectives behind others that are queued, and messages. Once a call has raised,
 import contextlib
 import gc
 import os
-import signal
 import socket
-import threading
 import time
 
 import cdist
@@ -16,20 +14,18 @@ import numpy as np
 import pytest
 from cdist.testing import run
 from collective_cases import TRANSPORTS
+from threads import ctrl_c_soon, soon
 
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
 COUNT = 1 << 18
 
 
-def _cut_off(how):
-    """Arrange for the next call of this thread to be cut off; return (its timeout, what it raises)."""
-    if how == "ctrl-c":
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        return 20, KeyboardInterrupt
-    if how == "abort":
-        threading.Timer(0.3, cdist.group.WORLD.abort, ("enough",)).start()
-        return 20, cdist.AbortedError
-    return 0.3, cdist.DistTimeoutError
+# how: (context in which a call is cut off, timeout of the call, what it raises)
+CUTS = {
+    "ctrl-c": (lambda: ctrl_c_soon(0.3), 20, KeyboardInterrupt),
+    "abort": (lambda: soon(cdist.group.WORLD.abort, "enough", seconds=0.3), 20, cdist.AbortedError),
+    "deadline": (contextlib.nullcontext, 0.3, cdist.DistTimeoutError),
+}
 
 
 def _fresh():
@@ -53,9 +49,9 @@ def _behind(rank, world, how):
         return None
     # Nobody keeps this Work: its array goes with the worker, which needs the GIL for that.
     cdist.all_reduce(np.full(COUNT, 1.0), async_op=True)
-    timeout, expected = _cut_off(how)
+    begin, timeout, expected = CUTS[how]
     x = np.full(COUNT, 1.0)
-    with pytest.raises(expected) as caught:
+    with pytest.raises(expected) as caught, begin():
         cdist.all_reduce(x, timeout=timeout)
     if how == "deadline":
         assert caught.value.rank == 1
@@ -98,9 +94,9 @@ def _message(rank, world, how, call):
             (cdist.recv if sends else cdist.send)(x, 0, timeout=20)
         cdist.send(x, 0, tag=1)
         return bool((x == (5 if sends else 3)).all())
-    timeout, expected = _cut_off(how)
+    begin, timeout, expected = CUTS[how]
     x = np.full(COUNT, 5.0)
-    with pytest.raises(expected):
+    with pytest.raises(expected), begin():
         _transfer(call, x, timeout)
     del x
     fresh = _fresh()

@@ -120,16 +120,25 @@ def test_exceptions_survive_pickle_and_copy():  # K127
             assert vars(other) == vars(error)
 
 
-def fail_after_the_other(index):
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+def fail_after_the_other(index, folder):
     if index == 0:
+        Path(folder, str(os.getpid())).touch()
         raise PeerLostError("rank 1 is lost", rank=1)
-    time.sleep(0.3)
+    while not (names := os.listdir(folder)) or is_alive(names[0]):
+        time.sleep(0.01)
     raise ValueError("the cause")
 
 
-def test_the_cause_is_named_and_not_the_consequence():
+def test_the_cause_is_named_and_not_the_consequence(tmp_path):
     with pytest.raises(mp.ProcessRaisedException, match="the cause") as caught:
-        mp.start_processes(fail_after_the_other, nprocs=2, start_method="fork")
+        mp.start_processes(fail_after_the_other, (tmp_path,), nprocs=2, start_method="fork")
     assert caught.value.error_index == 1
 
 

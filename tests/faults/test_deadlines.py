@@ -130,9 +130,9 @@ def test_the_launchers_store_outlives_rank_0(tmp_path):
             if attempt == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until rank 1 is done
                 if rank == 0:
-                    store.set("going", "")
+                    store.get("ready")  # it may still be on its way out of init
                     os.kill(os.getpid(), signal.SIGKILL)
-                store.get("going")
+                store.set("ready", "")
                 try:
                     cdist.barrier()
                 except cdist.PeerLostError as error:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cdist.testing import run
 from hosts import hosts, needs_hosts, world
+from tally import Tally
 
 transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -77,11 +78,12 @@ def test_reduce_leaves_the_others_inputs(transport, count):
 
 def _late_for_a_barrier(rank, world):
     cdist.barrier()
+    cdist.set_timeout(1)
     if rank == 1:
-        time.sleep(2.5)
-    cdist.barrier(timeout=10)
+        time.sleep(2)
+    cdist.barrier(timeout=20)
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(2)
     with pytest.raises(cdist.DistTimeoutError, match="rank 1" if rank == 0 else None):
         cdist.barrier()
     return "as asked"
@@ -90,15 +92,18 @@ def _late_for_a_barrier(rank, world):
 @transports
 def test_a_calls_timeout_goes_before_the_groups(transport):
     """K10."""
-    assert run(_late_for_a_barrier, 2, transport=transport, group_timeout=1) == ["as asked"] * 2
+    assert run(_late_for_a_barrier, 2, transport=transport) == ["as asked"] * 2
 
 
 def _two_never_call(rank, world):
+    store = cdist.group.WORLD.get_group_store()
+    cdist.barrier()
     if rank in (1, 3):
-        time.sleep(2)
+        store.wait(["0 is told", "2 is told"])
         return None
     with pytest.raises(cdist.DistTimeoutError) as caught:
         cdist.monitored_barrier(timeout=1, wait_all_ranks=True)
+    store.set(f"{rank} is told", "")
     return str(caught.value)
 
 
@@ -110,22 +115,22 @@ def test_a_monitored_barrier_names_all_who_are_missing(transport):
     assert texts[2].endswith("missing ranks 1, 3")
 
 
-def _all_come_then_one_is_late(rank, world):
+def _all_come_then_one_is_late(rank, world, told):
     for _ in range(100):
         cdist.monitored_barrier(wait_all_ranks=True)
     if rank == 2:
         time.sleep(1.5)
     with pytest.raises(cdist.DistTimeoutError):
         cdist.monitored_barrier(timeout=0.5, wait_all_ranks=True)
-    if rank != 2:
-        time.sleep(3)  # who leaves first would be a lost peer to the late one
+    told.note(rank)
+    told.wait_for(world)  # who leaves first would be a lost peer to the late one
     return "all failed"
 
 
 @transports
 def test_a_monitored_barrier_is_all_or_nothing(transport):
     """K19."""
-    assert run(_all_come_then_one_is_late, 4, transport=transport) == ["all failed"] * 4
+    assert run(_all_come_then_one_is_late, 4, Tally(), transport=transport) == ["all failed"] * 4
 
 
 def _init(rank, world, port, timeout):
@@ -149,7 +154,7 @@ def test_init_names_who_did_not_come_and_where_it_waited(server):
 def _late_first_call(rank, world):
     cdist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=0.5))
     if rank == 0:
-        time.sleep(1)
+        time.sleep(0.7)
     cdist.barrier()
     if rank == 0:
         time.sleep(4)
@@ -289,11 +294,13 @@ def test_who_gave_up_may_come_again(server):
     assert run(_gives_up_and_comes_again, 3, server.port, init=False) == ["met"] * 3
 
 
-def _wait_in_the_store(rank, world, how):
+def _wait_in_the_store(rank, world, how, through):
     store = cdist.group.WORLD.get_group_store()
     cdist.barrier()
+    through.note(rank)
     if rank == 1:
-        time.sleep(0.1)
+        through.wait_for(world)
+        time.sleep(0.1)  # most of the time the others wait by then
         os.kill(os.getpid(), signal.SIGKILL)
     key = "what rank 1 was to write"
     wait = {"get": lambda: store.get(key), "wait": lambda: store.wait([key], timedelta(seconds=25))}
@@ -305,7 +312,7 @@ def _wait_in_the_store(rank, world, how):
 
 @pytest.mark.parametrize("how", ["get", "wait"])
 def test_a_wait_in_the_store_ends_with_the_loss_of_a_rank(how):
-    outcomes = run(_wait_in_the_store, 3, how, allow_failures=True)
+    outcomes = run(_wait_in_the_store, 3, how, Tally(), allow_failures=True)
     assert outcomes[::2] == [(1, b"goes on")] * 2
 
 
@@ -324,10 +331,10 @@ def test_a_key_that_does_not_come_names_who_has_left():
     assert run(_wait_for_who_left, 3) == ["named", None, "named"]
 
 
-def _chain(rank, world):
+def _chain(rank, world, told):
     cdist.barrier()
     if rank == world - 1:
-        time.sleep(2)
+        told.wait_for(world - 1)
         return None
     wait = (
         cdist.irecv(np.zeros(3), 1).wait
@@ -336,41 +343,45 @@ def _chain(rank, world):
     )
     with pytest.raises(cdist.DistTimeoutError) as caught:
         wait(timeout=1)
-    time.sleep(0.5)
+    told.note(rank)
+    told.wait_for(world - 1)  # who has left is waited for by nobody
     return caught.value.rank, str(caught.value)
 
 
 @transports
 def test_a_chain_of_waits_blames_its_end(transport):
-    outcomes = run(_chain, 4, transport=transport)
+    outcomes = run(_chain, 4, Tally(), transport=transport)
     assert [outcome[0] for outcome in outcomes[:3]] == [3, 3, 3]
     assert "rank 1 itself waits for rank 2, rank 2 itself waits for rank 3" in outcomes[0][1]
 
 
-def _cycle(rank, world):
+def _cycle(rank, world, told):
     cdist.barrier()
     with pytest.raises(cdist.DistTimeoutError) as caught:
         cdist.recv(np.zeros(3), (rank + 1) % world, timeout=1)
-    time.sleep(0.5)
+    told.note(rank)
+    told.wait_for(world)
     return str(caught.value)
 
 
 @transports
 def test_a_cycle_of_waits_is_told(transport):
-    for text in run(_cycle, 3, transport=transport):
+    for text in run(_cycle, 3, Tally(), transport=transport):
         assert ": a cycle" in text
 
 
-def _default_limit_of_a_message(rank, world):
+def _default_limit_of_a_message(rank, world, told):
     cdist.barrier()
+    cdist.set_timeout(1)
     if rank == 1:
-        time.sleep(2)
+        told.wait_for(1)
         return None
     with pytest.raises(cdist.DistTimeoutError) as caught:
         cdist.irecv(np.zeros(3), 1).wait()
+    told.note(rank)
     return caught.value.rank
 
 
 @transports
 def test_a_wait_without_limit_for_a_message_has_the_groups(transport):
-    assert run(_default_limit_of_a_message, 2, transport=transport, group_timeout=1) == [1, None]
+    assert run(_default_limit_of_a_message, 2, Tally(), transport=transport) == [1, None]

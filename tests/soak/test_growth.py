@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cdist.store import TCPStore
 from cdist.testing import run
+from threads import count_threads
 
 MB = 1 << 20
 TRANSPORTS = ["shm", "tcp"]
@@ -122,7 +123,7 @@ def baseline():
             continue
     with open("/proc/self/maps") as file:
         shared = sum("memfd:" in line or "/dev/shm" in line for line in file)
-    return sorted(kinds), len(os.listdir("/proc/self/task")), threading.active_count(), shared
+    return sorted(kinds), count_threads(), threading.active_count(), shared
 
 
 def settles(before, seconds=10):
