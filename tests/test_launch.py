@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -898,6 +899,44 @@ def test_restart_on_all_nodes(launcher):
     assert [r.returncode for r in results] == [0, 0]
     lines = {line for r in results for line in r.stdout.splitlines()}
     assert lines >= {"0 1", "1 1", "2 1", "3 1"}
+
+
+def test_a_node_is_done_with_one_attempt_at_a_time(launcher):
+    """Node 0 is done with the first one when node 1 fails, and with the second one while node 1 is not."""
+    script = launcher.script("""
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if rank == 2:
+            wait_for(f"go{attempt}")
+            if attempt == 0:
+                sys.exit(3)
+            touch("through")
+        """)
+    port = free_port()
+    processes = start_nodes(launcher, script, port=port, env={"PET_MAX_RESTARTS": "1"})
+    store = TCPStore("127.0.0.1", port, None, False)
+    for attempt in range(2):
+        while store.add(f"cdist.agent/none/done/{attempt}", 0) == 0:
+            time.sleep(0.01)
+        time.sleep(0.5)  # time to take it for the end of all, wrongly
+        (launcher.folder / f"go{attempt}").touch()
+    del store
+    assert [launcher.finish(process).returncode for process in processes] == [0, 0]
+    assert (launcher.folder / "through").exists()
+
+
+def test_a_failure_of_the_attempt_before_is_none_of_this_one():
+    """The thread that talks to the other nodes may post it when the next attempt has begun."""
+    one = agent.Agent(types.SimpleNamespace(nnodes=2, rdzv_id="x"))
+    one.attempt = 1
+    one.nodes = types.SimpleNamespace(events=queue.SimpleQueue())
+    read_end, write_end = os.pipe()
+    for attempt, expected in ((0, None), (1, "of 1")):
+        os.write(write_end, b"e")
+        one.nodes.events.put(("failed", attempt, f"of {attempt}"))
+        one._on_nodes(types.SimpleNamespace(fd=read_end))
+        assert one.remote == expected
+    os.close(read_end)
+    os.close(write_end)
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -42,6 +42,7 @@ class Agent:
         self.workers = []
         self.streams = []
         self.signals = []  # that came and were not acted upon yet
+        self.attempt = 0
         self.remote = None  # a failure that another node reported in this attempt
         self.all_done = False  # on all nodes
         self.is_cut_off = False  # from the other nodes
@@ -160,7 +161,7 @@ class Agent:
 
     def _run_attempts(self):
         for attempt in range(self.options.max_restarts + 1):
-            self.remote = None
+            self.attempt, self.remote = attempt, None
             if self.nodes:
                 self.nodes.begin_attempt(attempt)
             self._start_workers(attempt)
@@ -397,7 +398,8 @@ class Agent:
         if kind == "rank":
             self.node_rank = rest[0]
         elif kind == "failed":
-            self.remote = rest[0]
+            if rest[0] == self.attempt:  # and not the echo of what this node reported of the one before
+                self.remote = rest[1]
         elif kind == "done":
             self.all_done = True
         elif kind == "seeking":

@@ -24,8 +24,8 @@ _SAY_AFTER = 10.0
 class Nodes:
     """The thread of this launcher that talks to those of the other nodes.
 
-    It puts into `events`, with a byte into `descriptor` each: ("rank", node_rank), ("failed", dict with node,
-    code and text), ("done",), ("seeking",), ("waiting", how many have come), ("lost", text).
+    It puts into `events`, with a byte into `descriptor` each: ("rank", node_rank), ("failed", attempt, dict
+    with node, code and text), ("done",), ("seeking",), ("waiting", how many have come), ("lost", text).
     """
 
     def __init__(self, options, is_host):
@@ -110,8 +110,8 @@ class Nodes:
             key = self._prefix + f"failed/{self.attempt}"
             if told < self.attempt and self._store.check([key]):
                 told = self.attempt
-                self._post("failed", json.loads(self._store.get(key)))
-            if self._store.add(self._prefix + "done", 0) == self._options.nnodes:
+                self._post("failed", self.attempt, json.loads(self._store.get(key)))
+            if self._store.add(self._prefix + f"done/{self.attempt}", 0) == self._options.nnodes:
                 self._post("done")
                 return
             if time.monotonic() >= say_at:
@@ -129,7 +129,7 @@ class Nodes:
         if order == "attempt":
             self.attempt = args[0]
         elif order == "done":
-            self._store.add(self._prefix + "done", 1)
+            self._store.add(self._prefix + f"done/{self.attempt}", 1)
         else:
             attempt, code, text, *node = args
             value = json.dumps({"node": node[0] if node else self._rank, "code": code, "text": text})
