@@ -1,6 +1,9 @@
 """What is large: worlds of many ranks, objects and arrays beyond 32-bit sizes."""
 
 import json
+import os
+import signal
+import threading
 
 import cdist
 import ml_dtypes
@@ -70,6 +73,40 @@ def test_objects_of_50_megabytes(transport):
 def test_objects_of_3_gigabytes(transport):
     """K58."""
     assert run(_objects, 2, 3 << 30, transport=transport, timeout=580, group_timeout=500) == ["ok"] * 2
+
+
+ALWAYS = {"CDIST_SINGLE_COPY": "always", "CDIST_LOG": "plan"}
+
+
+def _all_kinds_large(rank, size):
+    cases = [
+        {"kind": kind, "name": name, "shape": (count,)}
+        for kind in REDUCING + MOVING
+        for name, count in [("float32", 70_001), ("bfloat16", 300_000), ("int64", 40_000)]
+    ]
+    return failures(cases, rank, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_operations_that_read_in_the_memory_of_others(size):
+    assert run(_all_kinds_large, size, environ=ALWAYS) == [[]] * size
+
+
+def _dies_while_it_is_read(rank, size):
+    x, y = np.ones(6_000_000), np.ones(12_000_000)
+    if rank == 1:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            cdist.all_reduce(x, cdist.ReduceOp.MAX)
+            cdist.all_gather_into_tensor(y, x)
+    except cdist.PeerLostError as error:
+        return error.rank
+
+
+def test_a_rank_that_dies_while_its_memory_is_read_is_named():
+    outcomes = run(_dies_while_it_is_read, 2, environ=ALWAYS, allow_failures=True)
+    assert outcomes[0] == 1
 
 
 def _beyond_31_bits(rank, size):

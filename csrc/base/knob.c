@@ -21,9 +21,8 @@ static const cd_knob_row rows[] = {
     {"CDIST_SIMD", "auto", CD_KNOB_WORD, "auto, scalar, avx2, avx512, neon", 0,
      "instruction set of the kernels: auto, scalar, avx2, avx512, neon"},
     {"CDIST_SINGLE_COPY", "auto", CD_KNOB_WORD, "auto, always, never", 0,
-     "large messages within a host are read in the sender's memory (process_vm_readv): auto (where the "
-     "kernel allows it "
-     "and it is faster), always (where allowed), never"},
+     "large messages and collectives within a host are read in the memory of the rank that gives them "
+     "(process_vm_readv): auto (where the kernel allows it and it is faster), always (where allowed), never"},
     {"CDIST_ARENA_BYTES", "auto", CD_KNOB_NUMBER, "auto", UINT64_C(1) << 40,
      "shared arena per rank: auto (as much as the host has memory, at most 64G) or bytes (K, M, G); 0: none"},
     {"CDIST_REDUCER", "auto", CD_KNOB_WORD, "auto, inline, worker", 0,

@@ -75,9 +75,11 @@ static cd_status run_in_place(cd_team *team, const cd_op *op, cd_shm_where where
 cd_status cd_shm_arena_run(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     cd_shm_team *shm = team->shm;
-    cd_shm_where where = {locate(shm->arena, &op->in.list[0]), locate(shm->arena, &op->out.list[0]), cd_shm_skew_of(&op->in)};
+    cd_shm_where where = {.in_at = locate(shm->arena, &op->in.list[0]),
+                          .out_at = locate(shm->arena, &op->out.list[0]),
+                          .skew = cd_shm_skew_of(&op->in)};
     if (!where.in_at || !where.out_at)
         return cd_shm_stage_run(team, op, patience);
-    cd_shm_choose_way(team, op);
+    cd_shm_choose_way(team, op, false);
     return cd_shm_note_way(shm, run_in_place(team, op, where, patience));
 }

@@ -12,11 +12,17 @@ typedef struct {
     uint64_t first, end;        /* rounds, as the team counts them */
 } move;
 
+/* Whether every peer that a rank gives to gets the same. */
+static inline bool gives_one(cd_kind kind)
+{
+    return kind == CD_BROADCAST || kind == CD_ALL_GATHER || kind == CD_GATHER;
+}
+
 static move plan_move(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     cd_shm_team *shm = team->shm;
     move m = {.team = team, .patience = patience, .first = shm->rounds};
-    m.one_for_all = op->kind == CD_BROADCAST || op->kind == CD_ALL_GATHER || op->kind == CD_GATHER;
+    m.one_for_all = gives_one(op->kind);
     size_t peers = shm->ranks > 1 ? (size_t)shm->ranks - 1 : 1;
     m.slice = m.one_for_all ? shm->slot_bytes : shm->slot_bytes / peers / CD_SHM_GRAIN * CD_SHM_GRAIN;
     int taker = op->kind == CD_GATHER ? op->root : (shm->rank + 1) % shm->ranks;
@@ -103,25 +109,30 @@ static void deliver_eager(cd_shm_team *shm)
 static cd_status run_move(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     cd_shm_team *shm = team->shm;
-    bool uneven = (op->flags & CD_OP_UNEVEN) != 0;
+    bool uneven = (op->flags & CD_OP_UNEVEN) != 0, one_for_all = gives_one(op->kind);
     cd_shm_resolve(shm, op);
-    move m = plan_move(team, op, patience);
     cd_shm_head *head = cd_shm_begin(shm, op, CD_SHM_ROUNDS);
     head->where = (cd_shm_where){0};
+    cd_shm_reach_offer(shm, op, head);
     if (uneven) {
         cd_shm_write_counts(shm);
-        cd_shm_give_eagerly(shm, m.one_for_all);
+        cd_shm_give_eagerly(shm, one_for_all);
     }
     cd_shm_enter(shm);
     CD_TRY(cd_shm_meet(team, op, patience));
     size_t largest = largest_piece(shm);
     if (uneven) {
         CD_TRY(cd_shm_check_counts(team, op, &largest));
-        if (cd_shm_take_eagerly(shm, m.one_for_all)) {
+        if (cd_shm_take_eagerly(shm, one_for_all)) {
             deliver_eager(shm);
             return CD_OK;
         }
     }
+    bool ran;
+    CD_TRY(cd_shm_reach_run(team, op, patience, &ran));
+    if (ran)
+        return CD_OK;
+    move m = plan_move(team, op, patience);
     m.end = m.first + (largest + m.slice - 1) / m.slice;
     if (m.first < m.end)
         CD_TRY(put(&m, m.first));
@@ -137,6 +148,6 @@ static cd_status run_move(cd_team *team, const cd_op *op, const cd_patience *pat
 
 cd_status cd_shm_move_run(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
-    cd_shm_choose_way(team, op);
+    cd_shm_choose_way(team, op, true);
     return cd_shm_note_way(team->shm, run_move(team, op, patience));
 }

@@ -231,13 +231,20 @@ static cd_status reduce_block(const stage *s, uint64_t round)
     return CD_OK;
 }
 
+static void begin(cd_shm_team *shm, const cd_op *op)
+{
+    cd_shm_head *head = cd_shm_begin(shm, op, CD_SHM_ROUNDS);
+    head->where = (cd_shm_where){.skew = cd_shm_skew_of(&op->in)};
+    cd_shm_reach_offer(shm, op, head);
+}
+
 static cd_status run_reduce_scatter(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     cd_shm_team *shm = team->shm;
     bool uneven = (op->flags & CD_OP_UNEVEN) != 0;
     stage s = plan_stage(team, op, patience);
     cd_shm_resolve(shm, op);
-    cd_shm_begin(shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){.skew = cd_shm_skew_of(&op->in)};
+    begin(shm, op);
     if (uneven) {
         cd_shm_write_counts(shm);
         cd_shm_give_eagerly(shm, false);
@@ -253,6 +260,10 @@ static cd_status run_reduce_scatter(cd_team *team, const cd_op *op, const cd_pat
             return CD_OK;
         }
     }
+    bool ran;
+    CD_TRY(cd_shm_reach_run(team, op, patience, &ran));
+    if (ran)
+        return CD_OK;
     size_t peers = shm->ranks > 1 ? (size_t)shm->ranks - 1 : 1;
     choose_slice(&s, peers, !uneven);
     s.first = shm->rounds;
@@ -271,19 +282,23 @@ static cd_status run_reduce_scatter(cd_team *team, const cd_op *op, const cd_pat
 static cd_status run_reduce(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     stage s = plan_stage(team, op, patience);
-    cd_shm_begin(team->shm, op, CD_SHM_ROUNDS)->where = (cd_shm_where){.skew = cd_shm_skew_of(&op->in)};
+    begin(team->shm, op);
     cd_shm_enter(team->shm);
     /* The first round is staged while the others arrive: it touches nobody's memory but the own ring. */
     uint64_t put_end = s.first;
-    if (s.first < s.end)
+    if (s.first < s.end && !team->shm->reads)
         CD_TRY(put(&s, put_end++));
     CD_TRY(cd_shm_meet(team, op, patience));
-    return run_rounds(&s, put_end);
+    if (!team->shm->reads)
+        return run_rounds(&s, put_end);
+    bool ran;
+    CD_TRY(cd_shm_reach_run(team, op, patience, &ran));
+    return ran ? CD_OK : cd_shm_stage_after_meeting(team, op, patience);
 }
 
 cd_status cd_shm_stage_run(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
-    cd_shm_choose_way(team, op);
+    cd_shm_choose_way(team, op, true);
     cd_status status = op->kind == CD_REDUCE_SCATTER ? run_reduce_scatter(team, op, patience) : run_reduce(team, op, patience);
     return cd_shm_note_way(team->shm, status);
 }

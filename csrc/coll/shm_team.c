@@ -98,6 +98,11 @@ cd_status cd_shm_team_open(void *memory, int ranks, int rank, const cd_arena *ar
         cd_shm_team_free(shm);
         return cd_fail(CD_NO_MEMORY, "shared memory of a group: no memory for %d ranks", ranks);
     }
+    cd_status status = cd_shm_reach_open(shm);
+    if (status != CD_OK) {
+        cd_shm_team_free(shm);
+        return status;
+    }
     *out = shm;
     return CD_OK;
 }
@@ -106,6 +111,7 @@ void cd_shm_team_free(cd_shm_team *team)
 {
     if (!team)
         return;
+    cd_shm_reach_close(team);
     free(team->scratch);
     free(team->takes);
     free(team->gives);

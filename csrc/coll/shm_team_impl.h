@@ -21,6 +21,7 @@
 
 #include "base/pace.h"
 #include "coll/shm_team.h"
+#include "shm/reach.h"
 #include "simd/reduce.h"
 #include "simd/strided.h"
 
@@ -29,21 +30,25 @@
 #define CD_SHM_SLOTS 12
 #define CD_SHM_INLINE 48
 /* Sizes of one kind whose ways are chosen apart (shm_ways.c). */
-#define CD_SHM_SIZES 2
+#define CD_SHM_SIZES 3
 #define CD_SHM_PACES (CD_SHM_SIZES * (CD_ALL_TO_ALL - CD_ALL_REDUCE + 1))
 /* Slices and reductions start at multiples of this, so that no two ranks write one line. */
 #define CD_SHM_GRAIN ((size_t)64)
+/* Operations from here on may be run by reading in the memory of others (shm_reach.c). */
+#define CD_SHM_LARGE ((size_t)16 << 20)
 
 /* What a rank says about its buffers in operations that are not small. */
 typedef struct {
     uint64_t in_at, out_at; /* 1 + offset of the buffer from the arena's base, 0 = does not lie in the arena */
     uint64_t skew;          /* of the input's address against lines, where slices in the ring are to lie likewise */
+    uint64_t in_address, out_address; /* of the buffers in this rank's own memory, where it offers them */
 } cd_shm_where;
 
 typedef struct {
     _Atomic uint64_t number; /* of the operation on this team, from 1 */
     uint32_t signature;
     uint32_t eager : 1;      /* uneven operations: all that this rank gives lies in its small slot */
+    uint32_t offers : 1;     /* this rank can read in the memory of the others, and all that it gives can be read at `where` */
     uint32_t far : 24;       /* bit per pace: the way of the next operation, where this rank is the one to tell it */
     union {
         char payload[CD_SHM_INLINE];
@@ -65,7 +70,10 @@ typedef struct {
     } staged, reduced, left;    /* slices of the round lie in the ring; the own reduced slice too; nothing more is read */
     cd_descriptor descriptor[2];
     _Atomic uint32_t core;      /* 1 + the core on which the rank last waited in vain; a hint */
-    char pad[CD_LINE * 2 - sizeof(uint32_t)];
+    _Atomic uint32_t has_card;  /* written once */
+    cd_reach_card card;
+    uint32_t can_read;          /* all that the rank takes in the running operation; published by `staged` */
+    char pad[CD_LINE * 2 - 4 * sizeof(uint32_t) - sizeof(cd_reach_card)];
 } cd_shm_row;
 _Static_assert(sizeof(cd_shm_row) == CD_LINE * 8, "rows start on lines");
 
@@ -90,6 +98,8 @@ typedef struct {
     size_t bytes;
 } cd_shm_layout;
 
+typedef enum { CD_SHM_REACH_UNKNOWN, CD_SHM_REACH_NONE, CD_SHM_REACH_FINE } cd_shm_reach;
+
 struct cd_shm_team {
     int rank, ranks;
     cd_shm_board *board;
@@ -106,9 +116,17 @@ struct cd_shm_team {
     cd_pace paces[CD_SHM_PACES]; /* by kind and size */
     uint32_t far;                /* bit per pace: what this rank tells */
     bool is_far;                 /* the running operation writes past the caches */
+    bool reads;                  /* the running operation reads in the memory of others, if all offer theirs */
     cd_pace *timed;              /* the running operation is timed for it */
     size_t timed_bytes;
     uint64_t began_ns, waited_ns; /* waited for the others to come: not their work */
+    /* See shm_reach.c. */
+    cd_shm_reach reach;
+    uint64_t token;
+    size_t reads_least; /* bytes of an operation */
+    bool reads_always;
+    size_t chunk;       /* bytes read at a time */
+    char *reading;      /* a chunk and a page for each rank */
     /* Work space of the running operation. */
     const void **inputs;        /* one a rank */
     cd_shm_piece *gives, *takes; /* one a rank: to and from that peer */
@@ -164,6 +182,7 @@ static inline cd_shm_head *cd_shm_begin(cd_shm_team *shm, const cd_op *op, uint3
     cd_shm_head *head = cd_shm_head_of(shm, shm->rank);
     head->signature = cd_op_signature(op) ^ path;
     head->eager = 0;
+    head->offers = 0;
     head->far = shm->far & ((UINT32_C(1) << CD_SHM_PACES) - 1);
     cd_op_descriptor(op, &shm->rows[shm->rank].descriptor[shm->number & 1]);
     return head;
@@ -239,8 +258,9 @@ bool cd_shm_take_eagerly(cd_shm_team *shm, bool one_for_all);
  * same difference. *largest_p: bytes of the largest piece. */
 cd_status cd_shm_check_counts(cd_team *team, const cd_op *op, size_t *largest_p);
 
-/* Before cd_shm_begin: which way the operation writes to shared memory. */
-void cd_shm_choose_way(cd_team *team, const cd_op *op);
+/* Before cd_shm_begin: which way the operation writes to shared memory; if it is large and `may_read`, whether it does
+ * without. */
+void cd_shm_choose_way(cd_team *team, const cd_op *op, bool may_read);
 /* When it has ended: what it took. Returns the status. */
 cd_status cd_shm_note_way(cd_shm_team *shm, cd_status status);
 /* Memory that other ranks read ← `from`, the way of the running operation. */
@@ -255,6 +275,17 @@ void cd_piece_write(const cd_shm_piece *piece, size_t at, size_t bytes, const vo
 void cd_piece_receive(const cd_shm_piece *piece, size_t at, size_t bytes, const void *in);
 /* What this rank gives to itself, without passing shared memory. */
 void cd_shm_copy_own(cd_shm_team *shm);
+
+/* Makes the own card; CD_BAD_ARGUMENT: the setting cannot be read. */
+cd_status cd_shm_reach_open(cd_shm_team *shm);
+void cd_shm_reach_close(cd_shm_team *shm);
+/* Whether this rank can read in the memory of all others; asked before cd_shm_begin. */
+bool cd_shm_reaches(cd_shm_team *shm);
+/* Between begin and enter: writes down where others may read, if the operation is to be run so. */
+void cd_shm_reach_offer(cd_shm_team *shm, const cd_op *op, cd_shm_head *head);
+/* After the meeting, and after cd_shm_resolve for what is no ALL_REDUCE: runs the operation by reading if all ranks can. The
+ * rings take it when *ran_p is false afterwards; they begin at shm->rounds. */
+cd_status cd_shm_reach_run(cd_team *team, const cd_op *op, const cd_patience *patience, bool *ran_p);
 
 /* Address of a byte of a contiguous piece, NULL when it is strided. */
 static inline char *cd_piece_at(const cd_shm_piece *piece, size_t at)

@@ -92,6 +92,66 @@ static void test_giant_items(void)
     shm_ranks_free(&g);
 }
 
+/* ---- reading in the memory of others (shm_reach.c) ---- */
+
+static void read_always(shm_ranks *g)
+{
+    for (int r = 0; r < g->world; r++) {
+        g->shm[r]->reads_always = true;
+        g->shm[r]->reads_least = 0;
+    }
+}
+
+/* Every kind at sizes around the grain and the chunk; layouts that cannot be read go through the rings in between. */
+static void test_reading(int world, bool refused)
+{
+    static const size_t sizes[] = {0, 1, 5, 1000, 16385, 140001};
+    shm_ranks g;
+    shm_ranks_make(&g, world, 0);
+    read_always(&g);
+    case_list l = {.g = &g};
+    for (int kind = CD_ALL_REDUCE; kind <= CD_ALL_TO_ALL; kind++)
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+            for (int more = 0; more < 4; more++) {
+                test_case c = {.kind = (cd_kind)kind, .count = sizes[i], .layout = more == 3 ? GAPS : PLAIN,
+                               .in_place = more == 1, .lists = more == 2};
+                c.run = is_reduction(c.kind) ? cd_shm_stage_run : cd_shm_move_run;
+                size_t pick = l.count % 8;
+                c.dtype = is_reduction(c.kind) ? reductions[pick].dtype : moved[pick % 6].dtype;
+                c.redop = reductions[pick].redop;
+                c.item = is_reduction(c.kind) ? reductions[pick].item : moved[pick % 6].item;
+                add(&l, c);
+            }
+    /* The last one is a rank whose memory none may read, though it could be probed: found out anew in each operation. */
+    if (refused) {
+        for (int r = 0; r < world; r++)
+            CHECK(cd_shm_reaches(g.shm[r]));
+        g.shm[0]->rows[world - 1].card.process = -1;
+    }
+    check_on_ranks(world, run_list_on_rank, &l);
+    for (int r = 0; r < world; r++)
+        CHECK(g.shm[r]->reach == CD_SHM_REACH_FINE && g.shm[r]->reads_always);
+    free(l.list);
+    shm_ranks_free(&g);
+}
+
+/* What a rank measures decides, and all go the same way: both ways are taken, and give the same. */
+static void test_large_by_either_way(void)
+{
+    shm_ranks g;
+    shm_ranks_make(&g, 2, 0);
+    case_list l = {.g = &g};
+    for (int i = 0; i < 6; i++)
+        for (int kind = CD_ALL_REDUCE; kind <= CD_ALL_TO_ALL; kind += 3)
+            add(&l, (test_case){.kind = (cd_kind)kind, .dtype = CD_FLOAT32, .redop = CD_SUM, .item = 4,
+                                .count = (CD_SHM_LARGE >> 2) / (kind == CD_ALL_REDUCE ? 1 : 2) + 77});
+    check_on_ranks(2, run_list_on_rank, &l);
+    cd_pace *pace = &g.shm[0]->paces[CD_SHM_SIZES - 1];
+    CHECK(pace->ns[0] && pace->ns[1]);
+    free(l.list);
+    shm_ranks_free(&g);
+}
+
 int main(void)
 {
     static const int worlds[] = {1, 2, 3, 4, 5, 16};
@@ -101,6 +161,13 @@ int main(void)
     if (!CHECK_BRIEF)
         test_many_rounds(3);
     test_giant_items();
+    test_reading(2, false);
+    test_reading(3, true);
+    if (!CHECK_BRIEF) {
+        test_reading(3, false);
+        test_reading(5, false);
+        test_large_by_either_way();
+    }
     puts("coll shm: ok");
     return 0;
 }

@@ -1,6 +1,8 @@
 /* What goes wrong between ranks that share memory: differing calls, late, departed and aborted ranks. */
 #include "shm_ranks.h"
 
+#include <sys/mman.h>
+
 typedef struct {
     shm_ranks *g;
     cd_op ops[MOST_RANKS];       /* buffers are set per rank */
@@ -243,6 +245,51 @@ static void test_open_refuses(void)
     free(memory);
 }
 
+/* ---- memory that can no longer be read in the middle of an operation (shm_reach.c) ---- */
+
+#define ROOM ((size_t)3 << 20)
+
+static void gather_from_a_hole(int rank, void *ctx)
+{
+    scene *s = ctx;
+    cd_op *op = &s->ops[rank];
+    unsigned char *in = mmap(NULL, ROOM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(in != MAP_FAILED);
+    unsigned char *out = calloc(2, ROOM);
+    /* The ends can be read. */
+    CHECK(rank == 0 || mprotect(in + ROOM / 3, ROOM / 3, PROT_NONE) == 0);
+    /* The root keeps its own block where it lies, and never touches it. */
+    cd_span from = shm_span(in, ROOM, 1), to = shm_span(out, ROOM * 2, 1);
+    op->in = shm_one(&from);
+    op->out = shm_one(&to);
+    cd_patience patience = shm_ranks_patience(s->g, s->patience_ns);
+    s->status[rank] = cd_shm_move_run(&s->g->teams[rank], op, &patience);
+    s->error[rank] = *cd_last_error();
+    if (s->status[rank] != CD_OK)
+        cd_cause_publish(cd_shm_team_cause(s->g->shm[rank]), cd_last_error());
+    free(out);
+    munmap(in, ROOM);
+}
+
+static void test_hole_in_memory(void)
+{
+    shm_ranks g;
+    scene s;
+    cd_op op = {.kind = CD_GATHER, .dtype = CD_BYTES, .root = 0, .count = ROOM, .item_bytes = 1, .ndim = 1,
+                .shape = {(int64_t)ROOM}, .sequence = 5};
+    scene_make(&s, &g, 2, op);
+    for (int r = 0; r < 2; r++) {
+        g.shm[r]->reads_always = true;
+        g.shm[r]->reads_least = 0;
+    }
+    check_on_ranks(2, gather_from_a_hole, &s);
+    for (int r = 0; r < 2; r++) {
+        CHECK(s.status[r] == CD_PEER_LOST && s.error[r].rank == 101);
+        CHECK(strstr(s.error[r].text, "memory of rank 101") && strstr(s.error[r].text, "CDIST_SINGLE_COPY=never"));
+    }
+    shm_ranks_free(&g);
+}
+
 int main(void)
 {
     for (int world = 2; world <= 4; world++) {
@@ -255,6 +302,7 @@ int main(void)
     test_departed_rank();
     test_abort_in_the_middle();
     test_open_refuses();
+    test_hole_in_memory();
     puts("coll shm faults: ok");
     return 0;
 }
