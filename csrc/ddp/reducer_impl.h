@@ -23,6 +23,7 @@ typedef struct {
     int params;
     _Atomic int unready;
     cd_work *work; /* while launched and not finished; written under the lock */
+    bool left;     /* in place: to the ranks that were earlier, until finish; under the lock */
 } cd_piece_of_bucket;
 
 struct cd_reducer {
@@ -49,8 +50,7 @@ struct cd_reducer {
     bool given_memory;     /* the caller's buckets */
     cd_inplace *inplace;   /* NULL: pieces are operations of the group */
     bool asked;            /* whether there is an inplace was agreed on */
-    uint64_t base;         /* pieces of the steps before, as inplace counts them */
-    int reduced;           /* pieces of which this rank has reduced its slice, in place; under the lock */
+    int reduced;           /* in place: pieces that this rank need not look at again before finish; under the lock */
     bool under_way;        /* a step in place of which the others know, and that has not ended */
     cd_work *meeting;      /* of finish, where it was left */
     uint64_t launched, launched_bytes;

@@ -131,20 +131,36 @@ static cd_status launch(cd_reducer *r, cd_piece_of_bucket *p)
     return CD_OK;
 }
 
-/* In place: reduces this rank's slices of what all ranks have launched. The lock is held. */
+/* In place: what this rank has launched and all others too, it reduces; but for what it leaves to others. The lock is held. */
 static void advance(cd_reducer *r)
 {
     if (r->reduced == r->next)
         return;
-    int common = (int)(cd_inplace_common(r->inplace) - r->base);
     double factor;
     cd_redop redop = redop_of(r, CD_CPU, &factor);
-    for (; r->reduced < common; r->reduced++) {
+    for (; r->reduced < r->next; r->reduced++) {
         const cd_piece_of_bucket *p = &r->pieces[r->reduced];
+        if (p->left)
+            continue;
+        if (!cd_inplace_is_common(r->inplace, r->reduced))
+            break;
         const cd_bucket *b = &r->buckets[p->bucket];
         size_t count, item = cd_dtype_bytes(b->dtype);
         (void)memory_of(r, p, &count);
-        cd_inplace_reduce(r->inplace, p->bucket, p->at * item, count * item, item, cd_reduce_find(redop, b->dtype), factor);
+        cd_inplace_reduce(r->inplace, r->reduced, p->bucket, p->at * item, count * item, item, cd_reduce_find(redop, b->dtype),
+                          factor);
+    }
+}
+
+/* In place: tells of the pieces from `from` on that this rank has launched. The last rank to complete a piece leaves it to those
+ * before it: at the end all would wait for the one that is behind. Two ranks of one speed take turns, since what one reduces
+ * lets the other come first. A step of benchmarks/ddp.py's models, 2 ranks on a 2-core EPYC with its cores apart, fixed halves
+ * and so: 36.9 and 35.1 ms, 55.1 and 53.2, 143.4 and 139.2. The lock is held. */
+static void publish(cd_reducer *r, int from)
+{
+    for (int i = from; i < r->next; i++) {
+        r->under_way = true;
+        r->pieces[i].left = cd_inplace_publish(r->inplace, i);
     }
 }
 
@@ -176,10 +192,7 @@ static cd_status launch_full(cd_reducer *r)
             r->next++;
     }
     if (r->inplace) {
-        if (r->next > before) {
-            r->under_way = true;
-            cd_inplace_publish(r->inplace, r->base + (uint64_t)r->next);
-        }
+        publish(r, before);
         advance(r);
     }
     pthread_mutex_unlock(&r->lock);
@@ -321,12 +334,23 @@ static cd_status issue_meeting(cd_reducer *r)
     return status;
 }
 
+/* From now on nothing is left to others: of what is not taken they have as much to do as this rank. */
+static void take_all(cd_reducer *r)
+{
+    pthread_mutex_lock(&r->lock);
+    r->reduced = 0;
+    for (int i = 0; i < r->piece_count; i++)
+        r->pieces[i].left = false;
+    pthread_mutex_unlock(&r->lock);
+}
+
 /* Reduces what comes while the other ranks are a little behind. CD_TIMED_OUT: one is far behind. */
 static cd_status advance_together(cd_reducer *r, const cd_patience *patience)
 {
     cd_patience mine = *patience;
     mine.deadline = cd_deadline_earlier(mine.deadline, cd_deadline_after_ns(SHORTLY_NS));
     cd_waiter waiter = cd_waiter_start(&mine);
+    take_all(r);
     for (;;) {
         pthread_mutex_lock(&r->lock);
         int before = r->reduced;
@@ -342,7 +366,7 @@ static cd_status advance_together(cd_reducer *r, const cd_patience *patience)
 }
 
 /* The end of a step in place. Everybody comes to two operations of the group: after the first all gradients are complete, so that
- * nobody needs to wait in a way of its own, with its own errors, for a rank that does not come; after the second all slices are
+ * nobody needs to wait in a way of its own, with its own errors, for a rank that does not come; after the second all are
  * reduced. */
 static cd_status finish_inplace(cd_reducer *r, const cd_patience *patience)
 {
@@ -363,7 +387,7 @@ static cd_status finish_inplace(cd_reducer *r, const cd_patience *patience)
     advance(r);
     pthread_mutex_unlock(&r->lock);
     CD_TRY(meet(r, patience));
-    r->base += (uint64_t)r->piece_count;
+    cd_inplace_end_step(r->inplace);
     r->under_way = false;
     return CD_OK;
 }
@@ -395,7 +419,7 @@ static cd_status choose_way(cd_reducer *r, const cd_patience *patience)
         list[k] = r->buckets[k].memory;
     cd_patience mine = *patience;
     mine.deadline = cd_deadline_earlier(mine.deadline, cd_deadline_after_ns(cd_group_timeout_ns(r->group)));
-    cd_status status = cd_inplace_open(r->group, list, r->bucket_count, &mine, &r->inplace);
+    cd_status status = cd_inplace_open(r->group, list, r->bucket_count, r->piece_count, &mine, &r->inplace);
     free(list);
     return status;
 }

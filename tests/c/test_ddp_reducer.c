@@ -451,7 +451,7 @@ static void body_pieces(cd_group *g)
 static void body_inplace(cd_group *g)
 {
     cd_patience patience = {.deadline = CD_NEVER};
-    enum { COUNT = 22, EACH = 2500 };
+    enum { COUNT = 22, EACH = 9000 }; /* a bucket is several of the blocks that ranks take */
     cd_reducer_param params[COUNT];
     int buckets[COUNT];
     for (int i = 0; i < COUNT; i++) {
