@@ -17,9 +17,11 @@
  * Which way is faster depends on the pages (reading costs the kernel about 0.7 µs for each small one) and on where the two
  * processes run: a ring is quick where they share a cache and slow where they do not, which a virtual machine does not say. µs
  * one way between 2 ranks on an EPYC: 1 MiB through the ring 35, read 42 on huge pages, 91 on small ones; 64 MiB 4277, 5079,
- * 14390. In other minutes, and with memcpy for the ring (see simd/copy.c), 1 MiB 455 and 42, 64 MiB 29814 and 5723; without it
- * exchange between the cores is still three to four times slower at times (see coll/shm_ways.c). So it is measured as it goes,
- * for each peer. */
+ * 14390. With the cores far apart, where the ring is written past the caches (see shm/channel.c), 1 MiB 113 and 134, 64 MiB
+ * 11600 and 12600. So it is measured as it goes, for each peer.
+ *
+ * Reading into a buffer that stays in the cache and storing that past the caches was not quicker: 16 MiB 3500 to 3700 and 3400
+ * without, 64 MiB 12500 to 13500 and 12100 to 13100. */
 #include "net/mesh_core.h"
 
 /* Smaller ones are never faster to read than through a ring in cache. */
