@@ -1,14 +1,13 @@
 /* Large operations in which a rank reads what it takes in the memory of the ranks that give it (shm/reach.h) instead of having
  * it pass the rings: a byte is moved once, and by the core that needs it. What it reads goes through a buffer that stays in the
- * core's cache, since the kernel copies that way and stores past the caches do not read first what they overwrite. 2 ranks on a
- * 2-core EPYC (Zen 3), cores without a common cache, NumPy's arrays (huge pages), ms:
- *                            rings    read    read into place
- *   all_reduce of 64 MiB      27.6    13.5    12.5
- *   broadcast of 64 MiB       16.7     9.2    12
- * On small pages reading costs the kernel 0.7 µs a page, and where the cores share a cache rings are as quick: so it is measured
- * as it goes (shm_ways.c).
+ * core's cache, since the kernel copies that way and stores past the caches do not read first what they overwrite. 64 MiB between
+ * 2 ranks on a 2-core EPYC (Zen 3), cores without a common cache, NumPy's arrays (huge pages), ms, by rings and read:
+ *   all_reduce 34.7, 14.3    broadcast 14.7, 8.3    all_gather 22.6, 13.4
+ * Read into place an all_reduce takes 4 % less, a broadcast (in a program of its own) 12 instead of 9. On small pages reading
+ * costs the kernel 0.7 µs a page, and where the cores share a cache rings are as quick: so it is measured as it goes
+ * (shm_ways.c).
  *
- * After the meeting each rank tries to read an end of all that it will take, and tells the others whether it could (the
+ * After the meeting each rank tries to read both ends of all that it will take, and tells the others whether it could (the
  * memory of a device cannot be read this way). Only if all could is the operation run so; otherwise the rings take it. */
 #include "coll/shm_team_impl.h"
 
@@ -19,8 +18,8 @@
 #include <string.h>
 
 #define PAGE ((size_t)4096)
-/* Read at a time from each peer: 64 MiB broadcast in 14.5 ms by 16 KiB, 10 by 64, 9.2 by 128, 8.9 by 256 (L2 of 1 MiB);
- * all_reduce in 17.5 by 128, 15.0 by 256, 15.0 by 512. */
+/* Read at a time from each peer, with an L2 of 1 MiB: all_reduce of 64 MiB in 17.5 ms by 128 KiB, 15.0 by 256, 15.0 by 512; one
+ * rank alone, in a program of its own, 14.5 by 16 KiB, 10 by 64, 9.2 by 128, 8.9 by 256. */
 #define CHUNK_BYTES ((size_t)256 << 10)
 #define LEAST_CHUNK_BYTES ((size_t)16 << 10)
 /* Buffers for all peers, so that they stay in L2. */
@@ -50,8 +49,9 @@ void cd_shm_reach_close(cd_shm_team *shm)
     free(shm->reading);
 }
 
-static cd_shm_reach find_reach(cd_shm_team *shm)
+static cd_shm_reach find_reach(const cd_team *team)
 {
+    cd_shm_team *shm = team->shm;
     size_t peers = (size_t)shm->ranks - 1;
     size_t chunk = cd_least(CHUNK_BYTES, BUFFER_BYTES / peers / PAGE * PAGE);
     if (chunk < LEAST_CHUNK_BYTES)
@@ -62,8 +62,8 @@ static cd_shm_reach find_reach(cd_shm_team *shm)
     for (int peer = 0; peer < shm->ranks; peer++) {
         int error = peer == shm->rank ? 0 : cd_reach_probe(&shm->rows[peer].card);
         if (error) {
-            cd_log_about("plan", "large operations go through shared memory only: rank %d cannot be read (%s)", peer,
-                         strerror(error));
+            cd_log_about("plan", "large operations go through shared memory only: rank %d cannot be read (%s)",
+                         cd_shm_world_rank(team, peer), strerror(error));
             return CD_SHM_REACH_NONE;
         }
     }
@@ -72,10 +72,11 @@ static cd_shm_reach find_reach(cd_shm_team *shm)
     return shm->reading ? CD_SHM_REACH_FINE : CD_SHM_REACH_NONE;
 }
 
-bool cd_shm_reaches(cd_shm_team *shm)
+bool cd_shm_reaches(const cd_team *team)
 {
+    cd_shm_team *shm = team->shm;
     if (cd_unlikely(shm->reach == CD_SHM_REACH_UNKNOWN))
-        shm->reach = find_reach(shm);
+        shm->reach = find_reach(team);
     return shm->reach == CD_SHM_REACH_FINE;
 }
 
@@ -172,14 +173,22 @@ static cd_status agree(cd_team *team, const cd_op *op, const cd_patience *patien
     return CD_OK;
 }
 
-static CD_COLD cd_status cannot_read(cd_team *team, int peer, size_t bytes, int error, const cd_patience *patience)
+/* A rank that reads: it waits for nobody, yet may take long, so that it looks at what every wait looks at. */
+typedef struct {
+    cd_team *team;
+    const cd_op *op;
+    const cd_patience *patience;
+    cd_waiter waiter;
+} reader;
+
+static CD_COLD cd_status cannot_read(const reader *r, int peer, size_t bytes, int error)
 {
-    cd_patience brief = *patience;
-    brief.deadline = cd_deadline_earlier(patience->deadline, cd_deadline_after_ns(GONE_SOON_NS));
-    cd_status status = cd_shm_await(team, &team->shm->rows[peer].left.round, UINT64_MAX, peer, &brief);
+    cd_patience brief = *r->patience;
+    brief.deadline = cd_deadline_earlier(brief.deadline, cd_deadline_after_ns(GONE_SOON_NS));
+    cd_status status = cd_shm_await(r->team, &r->team->shm->rows[peer].left.round, UINT64_MAX, peer, &brief);
     if (status != CD_TIMED_OUT)
         return status;
-    int rank = team->world_ranks ? team->world_ranks[peer] : peer;
+    int rank = cd_shm_world_rank(r->team, peer);
     return cd_fail_rank(CD_PEER_LOST, rank,
                         "%zu bytes in the memory of rank %d can no longer be read (%s): its process ended, or its array "
                         "lies in memory that only it may read: then set CDIST_SINGLE_COPY=never",
@@ -194,18 +203,21 @@ static inline char *buffer_of(const cd_shm_team *shm, int index)
 
 /* Bytes [at, at + bytes) of a peer's piece → the buffer for the peer number `index` from this rank on; *out: where they lie. Its
  * offset in its page is that of the source: the kernel may copy by `rep movsb` (see simd/copy.c). */
-static cd_status fetch(cd_team *team, int index, far_piece piece, size_t at, size_t bytes, const cd_patience *patience,
-                       char **out)
+static cd_status fetch(reader *r, int index, far_piece piece, size_t at, size_t bytes, char **out)
 {
-    cd_shm_team *shm = team->shm;
+    cd_shm_team *shm = r->team->shm;
     int peer = (shm->rank + index) % shm->ranks;
-    if (patience->cause)
-        CD_TRY(cd_cause_check(patience->cause));
+    cd_status status = cd_waiter_check(&r->waiter);
+    if (cd_unlikely(status == CD_TIMED_OUT)) {
+        int rank = cd_shm_world_rank(r->team, peer);
+        return cd_fail_rank(CD_TIMED_OUT, rank, "the deadline passed while the memory of rank %d was read", rank);
+    }
+    CD_TRY(status);
     uint64_t from = piece.address + at;
     char *to = buffer_of(shm, index) + from % PAGE;
     int error = cd_reach_read(&shm->rows[peer].card, to, from, bytes);
     if (cd_unlikely(error != 0))
-        return cannot_read(team, peer, bytes, error, patience);
+        return cannot_read(r, peer, bytes, error);
     *out = to;
     return CD_OK;
 }
@@ -216,16 +228,16 @@ static inline size_t chunk_of(const cd_shm_team *shm, far_piece piece, size_t at
     return at < piece.bytes ? cd_least(shm->chunk, piece.bytes - at) : 0;
 }
 
-static cd_status take_pieces(cd_team *team, const cd_op *op, const cd_patience *patience)
+static cd_status take_pieces(reader *r)
 {
-    cd_shm_team *shm = team->shm;
+    cd_shm_team *shm = r->team->shm;
     cd_shm_copy_own(shm);
     for (int i = 1; i < shm->ranks; i++) {
         int peer = (shm->rank + i) % shm->ranks;
-        far_piece piece = given_by(shm, op, peer);
+        far_piece piece = given_by(shm, r->op, peer);
         for (size_t at = 0, bytes; (bytes = chunk_of(shm, piece, at)) != 0; at += bytes) {
             char *in;
-            CD_TRY(fetch(team, i, piece, at, bytes, patience, &in));
+            CD_TRY(fetch(r, i, piece, at, bytes, &in));
             cd_piece_receive(&shm->takes[peer], at, bytes, in);
         }
     }
@@ -233,14 +245,14 @@ static cd_status take_pieces(cd_team *team, const cd_op *op, const cd_patience *
 }
 
 /* Bytes [at, at + bytes) of what this rank reduces, from all inputs: `own` is its own, `out` where they go. */
-static cd_status reduce_chunk(cd_team *team, const cd_op *op, size_t at, size_t bytes, const cd_shm_piece *own,
-                              const cd_shm_piece *out, const cd_patience *patience)
+static cd_status reduce_chunk(reader *r, size_t at, size_t bytes, const cd_shm_piece *own, const cd_shm_piece *out)
 {
-    cd_shm_team *shm = team->shm;
+    cd_shm_team *shm = r->team->shm;
+    const cd_op *op = r->op;
     for (int i = 1; i < shm->ranks; i++) {
         int peer = (shm->rank + i) % shm->ranks;
         char *in;
-        CD_TRY(fetch(team, i, given_by(shm, op, peer), at, bytes, patience, &in));
+        CD_TRY(fetch(r, i, given_by(shm, op, peer), at, bytes, &in));
         shm->inputs[peer] = in;
     }
     shm->inputs[shm->rank] = cd_piece_at(own, at);
@@ -252,19 +264,41 @@ static cd_status reduce_chunk(cd_team *team, const cd_op *op, size_t at, size_t 
     return CD_OK;
 }
 
-static cd_status reduce_block(cd_team *team, const cd_op *op, const cd_patience *patience)
+static cd_status reduce_block(reader *r)
 {
-    const cd_shm_team *shm = team->shm;
+    const cd_shm_team *shm = r->team->shm;
     const cd_shm_piece *own = &shm->gives[shm->rank], *out = &shm->takes[shm->rank];
     for (size_t at = 0; at < out->bytes; at += shm->chunk)
-        CD_TRY(reduce_chunk(team, op, at, cd_least(shm->chunk, out->bytes - at), own, out, patience));
+        CD_TRY(reduce_chunk(r, at, cd_least(shm->chunk, out->bytes - at), own, out));
+    return CD_OK;
+}
+
+/* Reads the chunk at `at` of each other rank's slice; `reduced`: what says that the chunk is. */
+static cd_status take_slices(reader *r, size_t all, size_t at, uint64_t reduced)
+{
+    cd_shm_team *shm = r->team->shm;
+    for (int i = 1; i < shm->ranks; i++) {
+        int peer = (shm->rank + i) % shm->ranks;
+        uint64_t begins = slice_of(shm, 0, all, peer).address;
+        far_piece theirs = slice_of(shm, cd_shm_head_of(shm, peer)->where.out_address, all, peer);
+        size_t bytes = chunk_of(shm, theirs, at);
+        if (!bytes)
+            continue;
+        /* Acquire: the kernel reads after it what the peer wrote before its release. */
+        CD_TRY(cd_shm_await(r->team, &shm->rows[peer].reduced.round, reduced, peer, r->patience));
+        char *in;
+        CD_TRY(fetch(r, i, theirs, at, bytes, &in));
+        cd_shm_piece to = {.span = &r->op->out.list[0], .at = (size_t)begins, .bytes = theirs.bytes};
+        cd_piece_receive(&to, at, bytes, in);
+    }
     return CD_OK;
 }
 
 /* Each rank reduces its slice by chunks, and reads the chunks of the others one behind. */
-static cd_status reduce_slices(cd_team *team, const cd_op *op, const cd_patience *patience)
+static cd_status reduce_slices(reader *r)
 {
-    cd_shm_team *shm = team->shm;
+    cd_shm_team *shm = r->team->shm;
+    const cd_op *op = r->op;
     size_t all = op->in.list[0].count * op->item_bytes, largest = slice_of(shm, 0, all, 0).bytes;
     far_piece mine = slice_of(shm, 0, all, shm->rank);
     cd_shm_piece own = {.span = &op->in.list[0], .at = (size_t)mine.address}, out = {.span = &op->out.list[0], .at = own.at};
@@ -272,20 +306,10 @@ static cd_status reduce_slices(cd_team *team, const cd_op *op, const cd_patience
     for (uint64_t round = 0; round <= rounds; round++) {
         size_t at = (size_t)round * shm->chunk, bytes = chunk_of(shm, mine, at);
         if (bytes)
-            CD_TRY(reduce_chunk(team, op, at, bytes, &own, &out, patience));
+            CD_TRY(reduce_chunk(r, at, bytes, &own, &out));
         cd_shm_raise(&shm->rows[shm->rank].reduced.round, first + round + 1);
-        for (int i = 1; round && i < shm->ranks; i++) {
-            int peer = (shm->rank + i) % shm->ranks;
-            far_piece theirs = slice_of(shm, cd_shm_head_of(shm, peer)->where.out_address, all, peer);
-            if ((bytes = chunk_of(shm, theirs, at - shm->chunk)) == 0)
-                continue;
-            CD_TRY(cd_shm_await(team, &shm->rows[peer].reduced.round, first + round, peer, patience));
-            char *in;
-            CD_TRY(fetch(team, i, theirs, at - shm->chunk, bytes, patience, &in));
-            size_t begins = (size_t)slice_of(shm, 0, all, peer).address;
-            cd_shm_piece to = {.span = &op->out.list[0], .at = begins, .bytes = theirs.bytes};
-            cd_piece_receive(&to, at - shm->chunk, bytes, in);
-        }
+        if (round)
+            CD_TRY(take_slices(r, all, at - shm->chunk, first + round));
     }
     shm->rounds = first + rounds + 1;
     return CD_OK;
@@ -300,12 +324,13 @@ cd_status cd_shm_reach_run(cd_team *team, const cd_op *op, const cd_patience *pa
     CD_TRY(agree(team, op, patience, ran_p));
     if (!*ran_p)
         return CD_OK;
+    reader r = {.team = team, .op = op, .patience = patience, .waiter = cd_waiter_start(patience)};
     if (op->kind == CD_ALL_REDUCE)
-        CD_TRY(reduce_slices(team, op, patience));
+        CD_TRY(reduce_slices(&r));
     else if (op->kind == CD_REDUCE_SCATTER)
-        CD_TRY(reduce_block(team, op, patience));
+        CD_TRY(reduce_block(&r));
     else
-        CD_TRY(take_pieces(team, op, patience));
+        CD_TRY(take_pieces(&r));
     /* A rank that gives up says so before it touches its array again: what was read there since may not be its input. Acquire in
      * the check orders the reads above before it. */
     if (patience->cause)

@@ -177,11 +177,6 @@ cd_status cd_shm_wait_word(cd_team *team, const _Atomic uint64_t *word, uint64_t
     return cd_wait_at_least(word, value, peer, &watching);
 }
 
-static int world_rank(const cd_team *team, int rank)
-{
-    return team->world_ranks ? team->world_ranks[rank] : rank;
-}
-
 /* Fails with the cause that all ranks will report: this thread's error, unless another rank was first. */
 static cd_status publish(cd_team *team)
 {
@@ -197,12 +192,12 @@ cd_status cd_shm_differs(cd_team *team, int peer)
     const cd_descriptor *other = &shm->rows[peer].descriptor[shm->number & 1];
     char text[256];
     if (memcmp(mine, other, sizeof *mine) == 0)
-        (void)cd_fail_rank(CD_MISMATCH, world_rank(team, peer),
+        (void)cd_fail_rank(CD_MISMATCH, cd_shm_world_rank(team, peer),
                            "rank %d and rank %d run %s by different algorithms: CDIST_PLAN must be the same on all ranks",
-                           world_rank(team, shm->rank), world_rank(team, peer),
+                           cd_shm_world_rank(team, shm->rank), cd_shm_world_rank(team, peer),
                            cd_descriptor_text(mine, text, sizeof text));
     else
-        (void)cd_op_mismatch(world_rank(team, shm->rank), mine, world_rank(team, peer), other);
+        (void)cd_op_mismatch(cd_shm_world_rank(team, shm->rank), mine, cd_shm_world_rank(team, peer), other);
     return publish(team);
 }
 
@@ -272,7 +267,8 @@ cd_status cd_shm_check_counts(cd_team *team, const cd_op *op, size_t *largest_p)
         for (int taker = 0; taker < shm->ranks; taker++) {
             uint64_t takes = counts_of(shm, taker, TAKES)[giver];
             if (cd_unlikely(gives[taker] != takes)) {
-                (void)cd_op_block_mismatch(op, world_rank(team, giver), gives[taker], world_rank(team, taker), takes);
+                (void)cd_op_block_mismatch(op, cd_shm_world_rank(team, giver), gives[taker], cd_shm_world_rank(team, taker),
+                                           takes);
                 return publish(team);
             }
             if (takes > *largest_p)

@@ -136,6 +136,11 @@ struct cd_shm_team {
 
 cd_shm_layout cd_shm_layout_of(int ranks);
 
+static inline int cd_shm_world_rank(const cd_team *team, int rank)
+{
+    return team->world_ranks ? team->world_ranks[rank] : rank;
+}
+
 static inline cd_shm_head *cd_shm_head_of(const cd_shm_team *shm, int rank)
 {
     return &shm->rows[rank].enter[shm->number & 1].head;
@@ -280,7 +285,7 @@ void cd_shm_copy_own(cd_shm_team *shm);
 cd_status cd_shm_reach_open(cd_shm_team *shm);
 void cd_shm_reach_close(cd_shm_team *shm);
 /* Whether this rank can read in the memory of all others; asked before cd_shm_begin. */
-bool cd_shm_reaches(cd_shm_team *shm);
+bool cd_shm_reaches(const cd_team *team);
 /* Between begin and enter: writes down where others may read, if the operation is to be run so. */
 void cd_shm_reach_offer(cd_shm_team *shm, const cd_op *op, cd_shm_head *head);
 /* After the meeting, and after cd_shm_resolve for what is no ALL_REDUCE: runs the operation by reading if all ranks can. The

@@ -10,7 +10,7 @@
  * they write and what they read, and tells the others which way the next one goes. The way changes no result; ranks go the same
  * one so that what is measured is what one way costs.
  *
- * Large operations have other two ways: through the rings, near, and by reading in the memory of others (shm_reach.c). Memory is
+ * Large operations have two other ways: through the rings, near, and by reading in the memory of others (shm_reach.c). Memory is
  * what limits them, and writing the rings past the caches was not quicker in either state (all_reduce of 64 MiB). */
 #include "coll/shm_team_impl.h"
 
@@ -40,7 +40,7 @@ void cd_shm_choose_way(cd_team *team, const cd_op *op, bool may_read)
     shm->timed = NULL;
     if ((op->flags & CD_OP_UNEVEN) || shm->ranks == 1)
         return;
-    bool reads = may_read && op->kind != CD_REDUCE && bytes >= shm->reads_least && cd_shm_reaches(shm);
+    bool reads = may_read && op->kind != CD_REDUCE && bytes >= shm->reads_least && cd_shm_reaches(team);
     if (reads && shm->reads_always) {
         shm->reads = true;
         return;

@@ -38,6 +38,15 @@ static inline void shm_ranks_make(shm_ranks *g, int world, size_t arena_bytes)
     }
 }
 
+/* Operations of any size that can be run by reading in the memory of others are run so. */
+static inline void shm_ranks_read_always(shm_ranks *g)
+{
+    for (int r = 0; r < g->world; r++) {
+        g->shm[r]->reads_always = true;
+        g->shm[r]->reads_least = 0;
+    }
+}
+
 static inline void shm_ranks_free(shm_ranks *g)
 {
     for (int r = 0; r < g->world; r++) {

@@ -94,21 +94,13 @@ static void test_giant_items(void)
 
 /* ---- reading in the memory of others (shm_reach.c) ---- */
 
-static void read_always(shm_ranks *g)
-{
-    for (int r = 0; r < g->world; r++) {
-        g->shm[r]->reads_always = true;
-        g->shm[r]->reads_least = 0;
-    }
-}
-
 /* Every kind at sizes around the grain and the chunk; layouts that cannot be read go through the rings in between. */
 static void test_reading(int world, bool refused)
 {
     static const size_t sizes[] = {0, 1, 5, 1000, 16385, 140001};
     shm_ranks g;
     shm_ranks_make(&g, world, 0);
-    read_always(&g);
+    shm_ranks_read_always(&g);
     case_list l = {.g = &g};
     for (int kind = CD_ALL_REDUCE; kind <= CD_ALL_TO_ALL; kind++)
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
@@ -125,7 +117,7 @@ static void test_reading(int world, bool refused)
     /* The last one is a rank whose memory none may read, though it could be probed: found out anew in each operation. */
     if (refused) {
         for (int r = 0; r < world; r++)
-            CHECK(cd_shm_reaches(g.shm[r]));
+            CHECK(cd_shm_reaches(&g.teams[r]));
         g.shm[0]->rows[world - 1].card.process = -1;
     }
     check_on_ranks(world, run_list_on_rank, &l);

@@ -245,24 +245,26 @@ static void test_open_refuses(void)
     free(memory);
 }
 
-/* ---- memory that can no longer be read in the middle of an operation (shm_reach.c) ---- */
+/* ---- what cuts off an operation that reads in the memory of others (shm_reach.c) ---- */
 
 #define ROOM ((size_t)3 << 20)
 
-static void gather_from_a_hole(int rank, void *ctx)
+static void gather_by_reading(scene *s, int rank, bool has_hole, cd_idle_func idle)
 {
-    scene *s = ctx;
     cd_op *op = &s->ops[rank];
     unsigned char *in = mmap(NULL, ROOM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(in != MAP_FAILED);
     unsigned char *out = calloc(2, ROOM);
     /* The ends can be read. */
-    CHECK(rank == 0 || mprotect(in + ROOM / 3, ROOM / 3, PROT_NONE) == 0);
-    /* The root keeps its own block where it lies, and never touches it. */
+    CHECK(rank == 0 || !has_hole || mprotect(in + ROOM / 3, ROOM / 3, PROT_NONE) == 0);
     cd_span from = shm_span(in, ROOM, 1), to = shm_span(out, ROOM * 2, 1);
     op->in = shm_one(&from);
     op->out = shm_one(&to);
     cd_patience patience = shm_ranks_patience(s->g, s->patience_ns);
+    if (rank == 0) {
+        patience.idle = idle;
+        patience.idle_ctx = s;
+    }
     s->status[rank] = cd_shm_move_run(&s->g->teams[rank], op, &patience);
     s->error[rank] = *cd_last_error();
     if (s->status[rank] != CD_OK)
@@ -271,22 +273,44 @@ static void gather_from_a_hole(int rank, void *ctx)
     munmap(in, ROOM);
 }
 
-static void test_hole_in_memory(void)
+static void gather_from_a_hole(int rank, void *ctx)
+{
+    gather_by_reading(ctx, rank, true, NULL);
+}
+
+/* Ctrl-C once both have agreed to read: from there on the root waits for nobody. */
+static cd_status interrupt_reading(void *ctx)
+{
+    const shm_ranks *g = ((const scene *)ctx)->g;
+    for (int r = 0; r < g->world; r++)
+        if (atomic_load_explicit(&g->shm[0]->rows[r].staged.round, memory_order_acquire) == 0)
+            return CD_OK;
+    return cd_fail(CD_INTERRUPTED, "interrupted by a signal");
+}
+
+static void gather_interrupted(int rank, void *ctx)
+{
+    gather_by_reading(ctx, rank, false, interrupt_reading);
+}
+
+static void test_reading_cut_off(void)
 {
     shm_ranks g;
     scene s;
     cd_op op = {.kind = CD_GATHER, .dtype = CD_BYTES, .root = 0, .count = ROOM, .item_bytes = 1, .ndim = 1,
                 .shape = {(int64_t)ROOM}, .sequence = 5};
     scene_make(&s, &g, 2, op);
-    for (int r = 0; r < 2; r++) {
-        g.shm[r]->reads_always = true;
-        g.shm[r]->reads_least = 0;
-    }
+    shm_ranks_read_always(&g);
     check_on_ranks(2, gather_from_a_hole, &s);
     for (int r = 0; r < 2; r++) {
         CHECK(s.status[r] == CD_PEER_LOST && s.error[r].rank == 101);
         CHECK(strstr(s.error[r].text, "memory of rank 101") && strstr(s.error[r].text, "CDIST_SINGLE_COPY=never"));
     }
+    shm_ranks_free(&g);
+    scene_make(&s, &g, 2, op);
+    shm_ranks_read_always(&g);
+    check_on_ranks(2, gather_interrupted, &s);
+    CHECK(s.status[0] == CD_INTERRUPTED && s.status[1] != CD_OK);
     shm_ranks_free(&g);
 }
 
@@ -302,7 +326,7 @@ int main(void)
     test_departed_rank();
     test_abort_in_the_middle();
     test_open_refuses();
-    test_hole_in_memory();
+    test_reading_cut_off();
     puts("coll shm faults: ok");
     return 0;
 }
