@@ -81,6 +81,16 @@ sanitize-python: ## some of the Python tests on an extension under ASan+UBSan (n
 	    ASAN_OPTIONS=detect_leaks=0:handle_segv=$(if $(filter spawn,$(SANITIZED_TESTS)),0,1) UBSAN_OPTIONS=print_stacktrace=1,halt_on_error=1 \
 	    $(PYTEST) -p no:cacheprovider -p no:faulthandler $(SANITIZED_TESTS:%=tests/test_%.py)
 
+build/delays.so: tests/delays.c
+	@mkdir -p $(@D)
+	@$${CC:-cc} -std=c11 -O2 -Wall -Wextra -shared -fPIC $< -o $@ -ldl
+
+# How often in a thousand system calls, and how many ms at most.
+DELAYS ?= 5 40
+DELAYED ?= test_launch.py test_spawn.py test_rendezvous.py test_store.py test_queue.py test_p2p.py test_hosts.py faults
+test-delayed: build/delays.so ## some of the Python tests with system calls delayed at random; PYTHONPATH=python after make dev
+	LD_PRELOAD=$(CURDIR)/build/delays.so CDIST_DELAYS="$(DELAYS)" PYTHONPATH=python $(PYTEST) -m "not slow" $(DELAYED:%=tests/%)
+
 lint:           ## ruff and the layering and style tests
 	$(PY) -m ruff check python tests benchmarks examples setup.py
 	$(PY) -m ruff format --check python tests benchmarks examples setup.py
@@ -99,4 +109,4 @@ bench-gpu:      ## cdist beside torch.distributed and raw NCCL on real GPUs
 clean:
 	rm -rf build dist $(VENV) python/cdist/*.so python/*.egg-info
 
-.PHONY: help train test test-python test-all test-quick tools dev test-c sanitize sanitize-python soak test-detail lint bench test-gpu bench-gpu clean
+.PHONY: help train test test-python test-all test-quick tools dev test-c sanitize sanitize-python soak test-detail test-delayed lint bench test-gpu bench-gpu clean
