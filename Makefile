@@ -98,7 +98,8 @@ lint:           ## ruff and the layering and style tests
 
 bench: $(VENV)/.installed-bench        ## the benchmarks, competitors in the same run (torch must be in EXTRAS), some minutes
 	for b in store startup sampler ddp; do $(PY) benchmarks/$$b.py || exit 1; done
-	$(PY) benchmarks/collectives.py --out build/bench --ranks 2 --limit-s $(BENCH_SECONDS)
+	$(MAKE) -s -C tests/c OUT=../../build/c ../../build/c/bench_coll_shm
+	$(PY) benchmarks/collectives.py --out build/bench --ranks 2 --raw build/c/bench_coll_shm --limit-s $(BENCH_SECONDS)
 
 test-gpu:       ## the suite for real GPUs (two of one host), compute-sanitizer included
 	PY=$(PY) tests/gpu/run.sh test
