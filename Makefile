@@ -89,7 +89,7 @@ build/delays.so: tests/delays.c
 DELAYS ?= 5 40
 DELAYED ?= test_launch.py test_spawn.py test_rendezvous.py test_store.py test_queue.py test_p2p.py test_hosts.py faults
 test-delayed: build/delays.so ## some of the Python tests with system calls delayed at random; PYTHONPATH=python after make dev
-	LD_PRELOAD=$(CURDIR)/build/delays.so CDIST_DELAYS="$(DELAYS)" PYTHONPATH=python $(PYTEST) -m "not slow" $(DELAYED:%=tests/%)
+	LD_PRELOAD=$(CURDIR)/build/delays.so DELAYS="$(DELAYS)" PYTHONPATH=python $(PYTEST) -m "not slow" $(DELAYED:%=tests/%)
 
 lint:           ## ruff and the layering and style tests
 	$(PY) -m ruff check python tests benchmarks examples setup.py

@@ -1,5 +1,5 @@
 /* Preloaded into the Python tests (make test-delayed): before a system call that moves bytes or waits for them a thread sometimes
- * naps, so that processes meet in orders that a quiet machine never shows. CDIST_DELAYS="permille most_ms" sets how often and how
+ * naps, so that processes meet in orders that a quiet machine never shows. DELAYS="permille most_ms" sets how often and how
  * long at most. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -19,7 +19,7 @@ static int permille = 5, most_ms = 40;
 
 __attribute__((constructor)) static void read_setting(void)
 {
-    const char *text = getenv("CDIST_DELAYS");
+    const char *text = getenv("DELAYS");
     if (text)
         sscanf(text, "%d %d", &permille, &most_ms);
 }
