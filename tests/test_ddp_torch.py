@@ -596,9 +596,16 @@ def test_mixed_precision_as_in_the_tutorials():
     compare(2, small, train)
 
 
+class Total(nn.Sequential):
+    """Gives the sum of all parameters."""
+
+    def forward(self, factor):
+        return sum((p * factor).float().sum() for p in self.parameters())
+
+
 def test_parameters_of_several_dtypes():
     def build():
-        module = small()
+        module = Total(*small())
         module[0].double()
         module[2].bfloat16()
         return module
@@ -608,7 +615,7 @@ def test_parameters_of_several_dtypes():
         assert ddp._sync.reducer.buckets == 2
         for _ in range(3):
             ddp.zero_grad()
-            sum((p * (rank + 1)).float().sum() for p in ddp.parameters()).backward()
+            ddp(rank + 1).backward()
             for p in ddp.parameters():
                 assert p.grad.dtype == p.dtype
                 assert (p.grad == 1.5).all()

@@ -400,3 +400,24 @@ def test_threads_fill_at_once():
     for t in threads:
         t.join()
     assert all(np.array_equal(r, expected) for r in results)
+
+
+def test_subclasses_with_an_order_of_their_own():
+    """They set num_samples and total_size, as those of torch's class do."""
+
+    def evaluation(base):
+        class Evaluation(base):
+            def __init__(self, dataset, **kw):
+                super().__init__(dataset, shuffle=False, **kw)
+                self.total_size = len(self.dataset)
+                self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
+
+            def __iter__(self):
+                return iter(range(self.rank, self.total_size, self.num_replicas))
+
+        return [Evaluation(range(11), num_replicas=3, rank=rank) for rank in range(3)]
+
+    pairs = zip(evaluation(DistributedSampler), evaluation(torch_data.DistributedSampler), strict=True)
+    for ours, theirs in pairs:
+        assert list(ours) == list(theirs)
+        assert (len(ours), ours.num_samples, ours.total_size) == (len(theirs), theirs.num_samples, 11)

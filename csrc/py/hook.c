@@ -117,10 +117,16 @@ static int place_gradient(hook_object *self, PyObject *param)
     PyObject *grad = PyObject_GetAttr(param, self->state->grad_name);
     if (!grad)
         return -1;
-    if (grad == Py_None || grad == self->view) {
-        self->reducer->linked += grad != Py_None;
+    if (grad == self->view) {
+        self->reducer->linked++;
         Py_DECREF(grad);
         return 0;
+    }
+    if (grad == Py_None) { /* a function that autograd went through has said so, or another hook has taken it */
+        Py_DECREF(grad);
+        PyObject *zeroed = PyObject_CallMethod(self->view, "zero_", NULL);
+        Py_XDECREF(zeroed);
+        return zeroed ? 0 : -1;
     }
     if (self->late) {
         grad = without_graph(self, grad);

@@ -72,6 +72,7 @@ class DistributedSampler:
         self._loaded = 0  # positions of the stream that were used up when load_state_dict was called
         self._pass = None  # the latest pass of this epoch
         self._warned = False
+        self._set = {}  # numbers that a subclass with an __iter__ of its own has set
         # Checks rank and num_replicas, and that the data set has a length; that of a stream may be unknown.
         _core.index_count(*self._spec(self._length() if sampler is None else 0))
         self._warn_of_own_numbers()
@@ -96,16 +97,30 @@ class DistributedSampler:
 
     @property
     def num_samples(self):
-        """Samples of this rank in a whole epoch."""
+        """Samples of this rank in a whole epoch; a subclass with an order of its own may set it."""
+        if "num_samples" in self._set:
+            return self._set["num_samples"]
         return _core.index_count(*self._spec(self._length()))[0]
+
+    @num_samples.setter
+    def num_samples(self, value):
+        self._set["num_samples"] = value
 
     @property
     def total_size(self):
-        """Samples of all ranks in a whole epoch, padding included."""
+        """Samples of all ranks in a whole epoch, padding included; a subclass may set it."""
+        if "total_size" in self._set:
+            return self._set["total_size"]
         return self.num_samples * self.num_replicas if self.pad or self.drop_last else self._length()
+
+    @total_size.setter
+    def total_size(self, value):
+        self._set["total_size"] = value
 
     def __len__(self):
         """Count what the next pass yields: ``num_samples``, or what was left at ``load_state_dict``."""
+        if "num_samples" in self._set:
+            return self._set["num_samples"]
         return _core.index_count(*self._spec(self._length(), self._first))[0]
 
     def __iter__(self):

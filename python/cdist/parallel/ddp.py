@@ -73,7 +73,7 @@ class _ByModule(type):
         names = {name for base in ours for name in vars(base) if not name.startswith("__")}
         return sorted({*super().__dir__(), *names})
 
-    def __call__(cls, module=None, *args, **kwargs):
+    def __call__(cls, module, *args, **kwargs):
         if any(getattr(base, "_is_implementation", False) for base in cls.__mro__):
             return super().__call__(module, *args, **kwargs)
         return super(_ByModule, concrete(cls, _implementation(module))).__call__(module, *args, **kwargs)

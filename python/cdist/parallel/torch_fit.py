@@ -7,6 +7,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import cdist
 from cdist.parallel.synchronizer import HAND_OUT, debugging
+from cdist.parallel.torch_passes import BYPASSED
 
 LEFT_IN_THE_MIDDLE = (
     "DistributedDataParallel: an exception left an earlier backward pass in the middle, when the reductions "
@@ -43,7 +44,7 @@ class Fitness:
         """Raise unless the gradients are the reduced ones."""
         unsynced = self in unfit and not self._open
         if self._open and self._sync.reducer.unready:
-            self._open = False
+            self._open = self._expected = False
             unfit.discard(self)
             self._sync.reducer.backward = False
             if self._low is not None:
@@ -55,12 +56,18 @@ class Fitness:
             else:
                 self._sync.finish()
         unfit.discard(self)
-        if stepping and unsynced and debugging():
+        if not stepping or not unsynced:
+            return
+        if debugging():
             raise RuntimeError(
-                "the optimizer would step on gradients that were not synchronised: the last backward pass "
-                "belongs to a forward under no_sync(); run the last micro-batch outside of it, or use "
+                BYPASSED
+                if self._bypassed
+                else "the optimizer would step on gradients that were not synchronised: the last backward "
+                "pass belongs to a forward under no_sync(); run the last micro-batch outside of it, or use "
                 "ddp.accumulate(n)"
             )
+        if self._bypassed:
+            self._warn_of_bypass()
 
     def _leave_broken_step(self):
         """After a backward pass that an exception ended: make ready for a new one.

@@ -58,7 +58,7 @@ class StepTimes:
         end = time.perf_counter_ns()
         comm = first_launch_ns or at.get("comm", at["backward_end"])
         values = (
-            at["forward_end"] - at["forward"],
+            at.get("forward_end", at["backward"]) - at["forward"],  # a forward may hold its backward pass
             at["backward_end"] - at["backward"],
             end - comm,
             max(0, at["backward_end"] - comm),

@@ -49,6 +49,7 @@ from cdist.parallel.torch_parts import (
     untraced,
     view_like,
 )
+from cdist.parallel.torch_passes import Passes
 from cdist.parallel.torch_sparse import SparseGradients, marking_hook
 from cdist.parallel.torch_state import ModelState
 from cdist.parallel.verify import agree_on_parameters
@@ -68,7 +69,15 @@ def _copy_all(targets, sources):
 
 
 class TorchDataParallel(
-    BackwardOptimizers, CommHooks, Fitness, ModelState, SparseGradients, TorchNames, nn.Module, Joinable
+    BackwardOptimizers,
+    CommHooks,
+    Fitness,
+    ModelState,
+    Passes,
+    SparseGradients,
+    TorchNames,
+    nn.Module,
+    Joinable,
 ):
     """DistributedDataParallel over torch modules; takes the arguments of torch's class.
 
@@ -247,8 +256,8 @@ class TorchDataParallel(
             on_backward=lambda: myself() is not None and me._begin_backward(),
             on_bucket=lambda k: me._run_hook(k),
         )
-        self._sync_this = True
         self._open = False
+        self._expect_no_pass()
         self._counting = self.static_graph
         self._unused = None
         self._warned = self._warned_of_graph = False
@@ -288,6 +297,7 @@ class TorchDataParallel(
             link = self.gradient_as_bucket_view and self._low is None
             hook = reducer.hook(index, self._views[index], link, direct if p.device.type == "cpu" else 0)
             self._hook_handles.append(p.register_post_accumulate_grad_hook(hook))
+        self._list_hooks()
 
     def _remove_autograd_hooks(self):
         remove_hooks(self._hook_handles)
@@ -321,6 +331,7 @@ class TorchDataParallel(
             self._leave_broken_step()
         if grad:
             self._check_fit()
+            self._expect_pass()
             self._times.forward_begins()
             if self._stepping is None:
                 self._take_over_optimizers()
@@ -341,8 +352,9 @@ class TorchDataParallel(
                 False  # as torch: one broadcast of buffers for all of an evaluation
             )
             return
-        self._sync_this = self.require_backward_grad_sync
-        self.require_forward_param_sync = self._sync_this
+        self.require_forward_param_sync = self.require_backward_grad_sync
+        if self.require_backward_grad_sync:
+            self._watch_outputs(output)
         self._iterations += 1
         if self.find_unused_parameters and not self.static_graph:
             reached = reached_parameters(output)
@@ -378,7 +390,9 @@ class TorchDataParallel(
         """Begin a step; the first hook of a backward pass calls it."""
         Variable._execution_engine.queue_callback(self._end_backward)
         sync = self._sync
-        self._times.backward_begins(self._sync_this)
+        self._reduces = self._open or self._expected
+        self._bypassed = self._sync_this and not self._reduces and self._is_alone()
+        self._times.backward_begins(self._reduces)
         if torch.is_grad_enabled() and not self._warned_of_graph:
             self._warned_of_graph = True
             warn(
@@ -387,7 +401,7 @@ class TorchDataParallel(
             )
         if not self._open:
             reduces = HAND_OUT if self._hook else REDUCE
-            step = reduces if self._sync_this and not self._counting else LOCAL
+            step = reduces if self._reduces and not self._counting else LOCAL
             if self.device.type == "cuda":
                 sync.reducer.set_stream(torch._C._cuda_getCurrentRawStream(self.device.index))
             sync.begin(step)
@@ -433,13 +447,13 @@ class TorchDataParallel(
         for future in futures:
             future.wait()
         if not self._open:
-            if self._counting and self._sync_this:
+            if self._counting and self._reduces:
                 self._finish_counting()
             elif self._low is not None:
                 self._low.leave()
             if self.find_unused_parameters:
-                self._used[reducer.ready_order()] = 1
-            if not self._sync_this and debugging():
+                self._used[[i for i in reducer.ready_order() if self._params[i].grad is not None]] = 1
+            if self._bypassed or not self._sync_this and debugging():
                 unfit.add(self)
             return
         if reducer.unready:
@@ -456,13 +470,14 @@ class TorchDataParallel(
 
     def _any_used(self):
         """Which parameters some rank has used since the last reduction; collective. Begins to count anew."""
-        used = [before or i not in self._marked for i, before in enumerate(self._used.tolist())]
+        given = self._given()  # a hook is called, too, for a parameter to which autograd gives no gradient
+        used = [before or given[i] and i not in self._marked for i, before in enumerate(self._used.tolist())]
         self._used[:] = 0
         return all_reduce_max(used, self.process_group)
 
     def _finish(self, given=None):
-        """Wait for all buckets, give each parameter its gradient. `given`: which get one; None: find out."""
-        self._open = False
+        """Wait for all buckets, give each parameter its gradient. `given`: which get one; None: all."""
+        self._open = self._expected = False
         unfit.discard(self)
         reducer = self._sync.reducer
         if reducer.step == HAND_OUT:
@@ -492,7 +507,7 @@ class TorchDataParallel(
             grad, view = p.grad, self._views[index]
             if index in self._sparse:
                 continue
-            if grad is view or not (grad is not None if given is None else given[index]):
+            if grad is view or not (given is None or given[index]):
                 continue
             if self.gradient_as_bucket_view and view.dtype == p.dtype:
                 p.grad = view

@@ -136,6 +136,8 @@ class ModelState:
             "_views",
             "_bucket_tensors",
             "_hook_handles",
+            "_hook_tables",
+            "_announce_pass",
             "_futures",
             "_memory",
             "_params",
