@@ -31,6 +31,7 @@ static const cd_plan_row table[] = {
     {CD_ALL_REDUCE, ANY, INT_MAX, ARENA, "shm_arena", cd_shm_arena_run},
     {CD_ALL_REDUCE, ANY, INT_MAX, SHM, "shm_stage", cd_shm_stage_run},
     {CD_REDUCE, 64 * KIB + 1, INT_MAX, SHM, "shm_small", cd_shm_small_run},
+    {CD_REDUCE, ANY, INT_MAX, ARENA, "shm_arena", cd_shm_arena_run},
     {CD_REDUCE, ANY, INT_MAX, SHM, "shm_stage", cd_shm_stage_run},
     {CD_BROADCAST, 64 * KIB + 1, INT_MAX, SHM, "shm_small", cd_shm_small_run},
     {CD_BROADCAST, ANY, INT_MAX, SHM, "shm_move", cd_shm_move_run},

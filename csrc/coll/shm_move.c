@@ -112,7 +112,7 @@ static cd_status run_move(cd_team *team, const cd_op *op, const cd_patience *pat
     bool uneven = (op->flags & CD_OP_UNEVEN) != 0, one_for_all = gives_one(op->kind);
     cd_shm_resolve(shm, op);
     cd_shm_head *head = cd_shm_begin(shm, op, CD_SHM_ROUNDS);
-    head->where = (cd_shm_where){0};
+    head->where = cd_shm_locate(shm, op);
     cd_shm_reach_offer(shm, op, head);
     if (uneven) {
         cd_shm_write_counts(shm);
@@ -148,6 +148,6 @@ static cd_status run_move(cd_team *team, const cd_op *op, const cd_patience *pat
 
 cd_status cd_shm_move_run(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
-    cd_shm_choose_way(team, op, true);
+    cd_shm_choose_way(team, op);
     return cd_shm_note_way(team->shm, run_move(team, op, patience));
 }

@@ -164,6 +164,10 @@ static cd_status run_rounds(const stage *s, uint64_t put_end)
 
 cd_status cd_shm_stage_after_meeting(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
+    bool ran;
+    CD_TRY(cd_shm_reach_run(team, op, patience, &ran));
+    if (ran)
+        return CD_OK;
     stage s = plan_stage(team, op, patience);
     return run_rounds(&s, s.first);
 }
@@ -234,7 +238,8 @@ static cd_status reduce_block(const stage *s, uint64_t round)
 static void begin(cd_shm_team *shm, const cd_op *op)
 {
     cd_shm_head *head = cd_shm_begin(shm, op, CD_SHM_ROUNDS);
-    head->where = (cd_shm_where){.skew = cd_shm_skew_of(&op->in)};
+    head->where = cd_shm_locate(shm, op);
+    head->where.skew = cd_shm_skew_of(&op->in);
     cd_shm_reach_offer(shm, op, head);
 }
 
@@ -289,16 +294,12 @@ static cd_status run_reduce(cd_team *team, const cd_op *op, const cd_patience *p
     if (s.first < s.end && !team->shm->reads)
         CD_TRY(put(&s, put_end++));
     CD_TRY(cd_shm_meet(team, op, patience));
-    if (!team->shm->reads)
-        return run_rounds(&s, put_end);
-    bool ran;
-    CD_TRY(cd_shm_reach_run(team, op, patience, &ran));
-    return ran ? CD_OK : cd_shm_stage_after_meeting(team, op, patience);
+    return team->shm->reads ? cd_shm_stage_after_meeting(team, op, patience) : run_rounds(&s, put_end);
 }
 
 cd_status cd_shm_stage_run(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
-    cd_shm_choose_way(team, op, true);
+    cd_shm_choose_way(team, op);
     cd_status status = op->kind == CD_REDUCE_SCATTER ? run_reduce_scatter(team, op, patience) : run_reduce(team, op, patience);
     return cd_shm_note_way(team->shm, status);
 }

@@ -32,7 +32,7 @@ static int teller_of(const cd_shm_team *shm, const cd_op *op)
     }
 }
 
-void cd_shm_choose_way(cd_team *team, const cd_op *op, bool may_read)
+void cd_shm_choose_way(cd_team *team, const cd_op *op)
 {
     cd_shm_team *shm = team->shm;
     size_t bytes = cd_plan_bytes(team, op);
@@ -40,7 +40,7 @@ void cd_shm_choose_way(cd_team *team, const cd_op *op, bool may_read)
     shm->timed = NULL;
     if ((op->flags & CD_OP_UNEVEN) || shm->ranks == 1)
         return;
-    bool reads = may_read && op->kind != CD_REDUCE && bytes >= shm->reads_least && cd_shm_reaches(team);
+    bool reads = op->kind != CD_REDUCE && bytes >= shm->reads_least && cd_shm_reaches(team);
     if (reads && shm->reads_always) {
         shm->reads = true;
         return;

@@ -1,6 +1,7 @@
 #include "shm/arena.h"
 
 #include "base/host.h"
+#include "shm/segment.h"
 
 #include <stdbool.h>
 #include <stdlib.h>
@@ -10,6 +11,12 @@
 /* From here on blocks are whole pages, so that they can be given back and no two ranks' kernels share one. */
 #define PAGES_FROM ((size_t)65536)
 #define GIVE_BACK_FROM ((size_t)1 << 20)
+/* From here on they lie in huge pages, as NumPy's arrays do. Copying 64 MiB of shared memory takes 3.4 ms so and 4.4 to 5.1 on
+ * small pages (EPYC, Zen 4, a virtual machine), making and filling such an array 13 ms and 58 to 75, where the host has given the
+ * memory before. */
+#define HUGE_FROM ((size_t)4 << 20)
+/* MADV_COLLAPSE: in Linux since 6.1, not yet in every C library's headers. */
+#define COLLAPSE 25
 
 /* The region as a chain of blocks in address order, used and free ones, without gaps; free neighbours are merged. */
 struct cd_arena_block {
@@ -102,23 +109,44 @@ static block *take(cd_arena *arena, size_t bytes, size_t align)
     return NULL;
 }
 
+/* Asks for huge pages where the block holds whole ones. The kernel gives those of shared memory by itself only where an
+ * administrator says so, but makes them of pages that are there when it is asked to: one of each is enough. Where it cannot, the
+ * pages stay small. */
+static void use_huge_pages(char *memory, size_t bytes)
+{
+    size_t skip = cd_round_up((uintptr_t)memory, CD_SEGMENT_HUGE_BYTES) - (uintptr_t)memory;
+    if (bytes < HUGE_FROM || bytes - skip < CD_SEGMENT_HUGE_BYTES)
+        return;
+    size_t whole = (bytes - skip) / CD_SEGMENT_HUGE_BYTES * CD_SEGMENT_HUGE_BYTES;
+    for (size_t at = 0; at < whole; at += CD_SEGMENT_HUGE_BYTES)
+        *(volatile char *)(memory + skip + at) = 0;
+    (void)madvise(memory + skip, whole, COLLAPSE);
+}
+
+/* Large blocks begin with a huge page if there is room for it; NULL: there is no room at all. */
+static block *take_aligned(cd_arena *arena, size_t bytes)
+{
+    size_t page = cd_host_page_bytes(), align = bytes >= PAGES_FROM ? page : ALIGN_SMALL;
+    size_t wanted = cd_round_up(bytes == 0 ? ALIGN_SMALL : bytes, align);
+    block *b = bytes >= HUGE_FROM ? take(arena, wanted, CD_SEGMENT_HUGE_BYTES) : NULL;
+    return b ? b : take(arena, wanted, align);
+}
+
 cd_status cd_arena_alloc(cd_arena *arena, size_t bytes, void **out)
 {
     if (!arena->base)
         return cd_fail(CD_UNSUPPORTED, "arena: the ranks of this host share no memory");
-    size_t page = cd_host_page_bytes();
-    size_t align = bytes >= PAGES_FROM ? page : ALIGN_SMALL;
-    size_t wanted = bytes == 0 ? ALIGN_SMALL : bytes;
     block *b = NULL;
-    if (wanted <= arena->region_bytes) {
+    if (bytes <= arena->region_bytes) {
         pthread_mutex_lock(&arena->lock);
-        b = take(arena, cd_round_up(wanted, align), align);
+        b = take_aligned(arena, bytes);
         pthread_mutex_unlock(&arena->lock);
     }
     if (!b)
         return cd_fail(CD_NO_MEMORY, "arena: %zu bytes do not fit in what is left of this rank's %zu bytes", bytes,
                        arena->region_bytes);
     *out = cd_arena_at(arena, arena->local, b->at);
+    use_huge_pages(*out, bytes);
     return CD_OK;
 }
 

@@ -12,7 +12,7 @@
 /* One process's view. Blocks are 128-byte aligned (page aligned from 64 KiB on), first-touched by the caller. */
 typedef struct cd_arena {
     char *base;            /* of rank 0's region in this process's mapping */
-    size_t region_bytes;   /* per rank; sparse: costs memory only where touched */
+    size_t region_bytes;   /* per rank; sparse: costs memory only where there are blocks, mostly only where they are touched */
     int ranks, local;
     pthread_mutex_t lock;
     struct cd_arena_block *blocks;
@@ -21,7 +21,8 @@ typedef struct cd_arena {
 /* Takes memory of ranks × region_bytes (may be NULL: then every allocation fails with CD_UNSUPPORTED). */
 cd_status cd_arena_open(void *memory, size_t region_bytes, int ranks, int local, cd_arena **out);
 void cd_arena_free(cd_arena *arena);
-/* From the own region. Any thread. Errors: CD_NO_MEMORY with the sizes. */
+/* From the own region. Any thread. Blocks of 4 MiB and more lie in huge pages where the kernel makes them on request, and then
+ * have all their memory at once. Errors: CD_NO_MEMORY with the sizes. */
 cd_status cd_arena_alloc(cd_arena *arena, size_t bytes, void **out);
 /* Gives a block back; its pages too (punch hole / MADV_REMOVE) from 1 MiB on. */
 void cd_arena_release(cd_arena *arena, void *block);

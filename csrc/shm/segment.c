@@ -1,5 +1,8 @@
 #include "shm/segment.h"
 
+#include "base/attr.h"
+#include "base/host.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -11,9 +14,29 @@
 /* Nobody may shrink what others have mapped (SIGBUS), nor lift that promise. */
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
+/* Addresses for a large segment such that a huge page of the file can be mapped as one; NULL: any will do. The kernel looks after
+ * that by itself only where it gives out huge pages of shared memory by itself. */
+static void *huge_addresses(size_t bytes)
+{
+    size_t huge = CD_SEGMENT_HUGE_BYTES;
+    if (bytes < huge || bytes > SIZE_MAX - huge)
+        return NULL;
+    char *room = mmap(NULL, bytes + huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if ((void *)room == MAP_FAILED)
+        return NULL;
+    size_t page = cd_host_page_bytes(), before = (huge - (uintptr_t)room % huge) % huge, kept = cd_round_up(bytes, page);
+    if (before)
+        munmap(room, before);
+    if (huge - before > kept - bytes)
+        munmap(room + before + kept, huge - before - (kept - bytes));
+    return room + before;
+}
+
 static cd_status map(cd_segment *segment)
 {
-    void *base = mmap(NULL, segment->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, segment->fd, 0);
+    void *room = huge_addresses(segment->bytes);
+    void *base = mmap(room, segment->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (room ? MAP_FIXED : 0), segment->fd, 0);
+    /* The addresses are left then: whether they are still ours nobody can say. */
     if (base == MAP_FAILED)
         return cd_fail_errno(errno == ENOMEM ? CD_NO_MEMORY : CD_IO, errno,
                              "shared memory: mapping %zu bytes", segment->bytes);

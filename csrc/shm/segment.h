@@ -14,6 +14,10 @@ typedef struct {
     int fd; /* −1 once cd_segment_seal has closed it */
 } cd_segment;
 
+/* Segments from here on are mapped at multiples of it, so that whole huge pages can be mapped as such (where the machine has
+ * them of that size). */
+#define CD_SEGMENT_HUGE_BYTES ((size_t)2 << 20)
+
 /* Zero-filled; sealed against resize. */
 cd_status cd_segment_create(size_t bytes, cd_segment *out);
 /* Maps what another process created; the descriptor becomes the segment's, also on failure. Checks size and seals. */

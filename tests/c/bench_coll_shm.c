@@ -1,7 +1,7 @@
 /* Times of the shared-memory algorithms between processes: bench_coll_shm [ranks [kind [path [bytes…]]]]; path "plan" is the
  * plan's choice. For each size the best and the median of several batches on rank 0, in microseconds, and bytes of the buffer
  * over the median time. With BENCH_PIN=1 each rank stays on a core of its own; with BENCH_SHARE=1 all begin on one core, free
- * to leave it. */
+ * to leave it. With BENCH_ARENA=1 the buffers lie in the arena, as they do for the path shm_arena. */
 #include "shm_ranks.h"
 
 #include <sched.h>
@@ -29,6 +29,14 @@ static char *user_memory(size_t bytes)
         madvise(memory, room, MADV_HUGEPAGE);
     memset(memory, 0, room);
     return memory + 16; /* as its large arrays lie */
+}
+
+static char *arena_memory(cd_arena *arena, size_t bytes)
+{
+    void *memory;
+    CHECK_OK(cd_arena_alloc(arena, bytes, &memory));
+    memset(memory, 0, bytes);
+    return memory;
 }
 
 static double copy_rate(void)
@@ -132,14 +140,9 @@ static void bench_rank_main(shm_ranks *g, int rank, const char *only, const char
         most = sizes[i] > most ? sizes[i] : most;
     bench_rank b = {.g = g, .rank = rank, .patience = shm_ranks_patience(g, 600 * CD_NS_PER_S)};
     place(rank);
-    char *in = user_memory(most), *out = user_memory(most);
-    bool in_arena = path && strcmp(path, "shm_arena") == 0;
-    if (in_arena) {
-        void *memory;
-        CHECK_OK(cd_arena_alloc(g->arenas[rank], most, &memory));
-        in = memory;
-        memset(in, 0, most);
-    }
+    bool in_arena = getenv("BENCH_ARENA") || (path && strcmp(path, "shm_arena") == 0);
+    char *in = in_arena ? arena_memory(g->arenas[rank], most) : user_memory(most);
+    char *out = in_arena ? arena_memory(g->arenas[rank], most) : user_memory(most);
     for (int kind = CD_BARRIER; kind <= CD_ALL_TO_ALL; kind++) {
         if (only && strcmp(only, "all") != 0 && strcmp(only, cd_kind_name((cd_kind)kind)) != 0)
             continue;
@@ -160,7 +163,7 @@ int main(int argc, char **argv)
         sizes[(sizes_count = (size_t)i - 3) - 1] = (size_t)atoll(argv[i]);
     const char *path = argc > 3 && strcmp(argv[3], "plan") != 0 ? argv[3] : NULL;
     static shm_ranks g;
-    shm_ranks_make(&g, ranks, (size_t)128 << 20);
+    shm_ranks_make(&g, ranks, (size_t)256 << 20);
     cd_segment shared;
     CHECK_OK(cd_segment_create(4096, &shared));
     printf("%d ranks, %d cores, ring %zu KiB, kernels %s; one core copies 64 MiB at %.2f GB/s\n", ranks, cd_host_cores(),

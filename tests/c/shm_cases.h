@@ -10,6 +10,7 @@ enum { PLAIN, GAPS, BACKWARD, FORTRAN, LAYOUTS };
 /* A buffer in some layout, filled with a pattern that must survive between the elements. */
 typedef struct {
     unsigned char *base, *memory;
+    cd_arena *arena; /* NULL: allocated */
     size_t bytes, count, item;
     cd_dims dims;
     cd_span span;
@@ -19,12 +20,17 @@ typedef struct {
 
 /* Bytes of a line by which this rank's buffers lie behind those of rank 0, so that no two ranks' lie alike. */
 static _Thread_local size_t buffer_skew;
+/* Where this rank's buffers of the running case lie; NULL: anywhere. */
+static _Thread_local cd_arena *buffer_arena;
 
 static inline buffer buffer_make(size_t count, size_t item, int layout)
 {
-    buffer b = {.count = count, .item = item, .bytes = (2 * count + 2) * item};
-    b.base = malloc(buffer_skew + b.bytes);
-    CHECK(b.base);
+    buffer b = {.count = count, .item = item, .bytes = (2 * count + 2) * item, .arena = buffer_arena};
+    void *memory = b.arena ? NULL : malloc(buffer_skew + b.bytes);
+    if (b.arena)
+        CHECK_OK(cd_arena_alloc(b.arena, buffer_skew + b.bytes, &memory));
+    CHECK(memory);
+    b.base = memory;
     b.memory = b.base + buffer_skew;
     memset(b.memory, CANARY, b.bytes);
     b.span = shm_span(b.memory + item, count, item);
@@ -39,6 +45,14 @@ static inline buffer buffer_make(size_t count, size_t item, int layout)
         b.dims = (cd_dims){.ndim = 2, .shape = {rows, count / rows}, .strides = {step, (ptrdiff_t)rows * step}};
     }
     return b;
+}
+
+static inline void buffer_free(buffer *b)
+{
+    if (b->arena)
+        cd_arena_release(b->arena, b->base);
+    else
+        free(b->base);
 }
 
 static inline unsigned char *buffer_at(const buffer *b, size_t i)
@@ -159,6 +173,8 @@ typedef struct {
     size_t item, count; /* elements of a block (of the buffer for all_reduce, reduce, broadcast) */
     int root, layout;
     bool in_place, uneven, lists;
+    bool gaps_out;     /* the output of what reduces or scatters has gaps, whatever the layout */
+    unsigned in_arena; /* bit per rank whose buffers lie in the arena */
     uint64_t salt;
 } test_case;
 
@@ -223,11 +239,11 @@ static inline void blocks_free(block_set *s, int world)
     if (s->lists)
         for (int j = 0; j < world; j++) {
             buffer_check_gaps(&s->each[j]);
-            free(s->each[j].base);
+            buffer_free(&s->each[j]);
         }
     else {
         buffer_check_gaps(&s->whole);
-        free(s->whole.base);
+        buffer_free(&s->whole);
     }
 }
 
@@ -249,7 +265,7 @@ static inline void run_reduction(shm_ranks *g, int rank, const test_case *c, cd_
 {
     bool has_out = c->kind == CD_ALL_REDUCE || rank == c->root;
     buffer in = buffer_make(c->count, c->item, c->layout);
-    buffer out = buffer_make(c->count, c->item, (c->layout + 1) % LAYOUTS);
+    buffer out = buffer_make(c->count, c->item, c->gaps_out ? GAPS : c->in_arena ? c->layout : (c->layout + 1) % LAYOUTS);
     fill(&in, c->dtype, c->salt, rank, 0);
     op.in = shm_one(buffer_span(&in));
     if (has_out)
@@ -269,13 +285,13 @@ static inline void run_reduction(shm_ranks *g, int rank, const test_case *c, cd_
     }
     buffer_check_gaps(&in);
     buffer_check_gaps(&out);
-    free(in.base);
-    free(out.base);
+    buffer_free(&in);
+    buffer_free(&out);
 }
 
 static inline void run_broadcast(shm_ranks *g, int rank, const test_case *c, cd_op op)
 {
-    buffer b = buffer_make(c->count, c->item, (c->layout + rank) % LAYOUTS);
+    buffer b = buffer_make(c->count, c->item, (c->layout + (c->in_arena ? abs(rank - c->root) : rank)) % LAYOUTS);
     if (rank == c->root) {
         fill(&b, c->dtype, c->salt, c->root, 0);
         op.in = shm_one(buffer_span(&b));
@@ -290,7 +306,7 @@ static inline void run_broadcast(shm_ranks *g, int rank, const test_case *c, cd_
     }
     free(expected);
     buffer_check_gaps(&b);
-    free(b.base);
+    buffer_free(&b);
 }
 
 static inline void check_block(const test_case *c, int giver, int taker_salt, size_t count, const block_set *s, int slot)
@@ -322,7 +338,7 @@ static inline void run_gathering(shm_ranks *g, int rank, const test_case *c, cd_
         blocks_free(&out, g->world);
     }
     buffer_check_gaps(&in);
-    free(in.base);
+    buffer_free(&in);
 }
 
 /* scatter, reduce_scatter: blocks in, one span out. */
@@ -330,7 +346,7 @@ static inline void run_scattering(shm_ranks *g, int rank, const test_case *c, cd
 {
     static _Thread_local block_set in;
     bool has_in = c->kind == CD_REDUCE_SCATTER || rank == c->root;
-    buffer out = buffer_make(block_count(c, c->root, rank), c->item, c->layout);
+    buffer out = buffer_make(block_count(c, c->root, rank), c->item, c->gaps_out ? GAPS : c->layout);
     op.out = shm_one(buffer_span(&out));
     if (has_in) {
         blocks_make(&in, c, g->world, rank, true);
@@ -353,7 +369,7 @@ static inline void run_scattering(shm_ranks *g, int rank, const test_case *c, cd
         blocks_free(&in, g->world);
     }
     buffer_check_gaps(&out);
-    free(out.base);
+    buffer_free(&out);
 }
 
 static inline void run_exchange(shm_ranks *g, int rank, const test_case *c, cd_op op)
@@ -426,8 +442,10 @@ static inline void run_list_on_rank(int rank, void *ctx)
 {
     const case_list *l = ctx;
     buffer_skew = (size_t)rank * 20 % CD_SHM_GRAIN;
-    for (size_t i = 0; i < l->count; i++)
+    for (size_t i = 0; i < l->count; i++) {
+        buffer_arena = rank < 32 && (l->list[i].in_arena >> rank & 1) ? l->g->arenas[rank] : NULL;
         run_case(l->g, rank, &l->list[i], i);
+    }
 }
 
 #endif

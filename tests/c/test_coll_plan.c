@@ -38,6 +38,7 @@ static void test_table(void)
         for (size_t bytes = 0; bytes < SIZE_MAX / 4; bytes = bytes * 3 + 2)
             CHECK(strncmp(choice(&g.teams[0], (cd_kind)kind, bytes, 0), "shm_", 4) == 0);
     CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 1 << 20, 0), "shm_arena") == 0);
+    CHECK(strcmp(choice(&g.teams[0], CD_REDUCE, 1 << 20, 0), "shm_arena") == 0);
     shm_ranks_free(&g);
     shm_ranks_make(&g, 2, 0);
     CHECK(strcmp(choice(&g.teams[0], CD_ALL_REDUCE, 1 << 20, 0), "shm_stage") == 0);

@@ -144,6 +144,72 @@ static void test_large_by_either_way(void)
     shm_ranks_free(&g);
 }
 
+/* ---- reading in the arena ---- */
+
+#define ALL_RANKS UINT32_MAX
+
+static test_case arena_case(cd_kind kind, size_t pick, size_t count, unsigned in_arena)
+{
+    test_case c = {.kind = kind, .count = count, .in_arena = in_arena};
+    pick = count > 100000 ? pick % 2 : pick; /* narrow ones */
+    c.dtype = is_reduction(kind) ? reductions[pick % 8].dtype : moved[pick % 6].dtype;
+    c.redop = reductions[pick % 8].redop;
+    c.item = is_reduction(kind) ? reductions[pick % 8].item : moved[pick % 6].item;
+    if (!is_reduction(kind))
+        c.run = cd_shm_move_run;
+    else
+        c.run = kind == CD_REDUCE_SCATTER ? cd_shm_stage_run : cd_shm_arena_run;
+    return c;
+}
+
+/* Every kind; all ranks' buffers in the arena, or some of them: then the rings take the operation, or the kernel and the arena
+ * each a part. */
+static void test_arena(int world, bool reads)
+{
+    static const size_t sizes[] = {0, 1, 5, 1000, 16385, 140001};
+    static const unsigned some[] = {ALL_RANKS, 1, ~1u, ALL_RANKS};
+    shm_ranks g;
+    shm_ranks_make(&g, world, (size_t)256 << 20);
+    if (reads)
+        shm_ranks_read_always(&g);
+    case_list l = {.g = &g};
+    for (int kind = CD_ALL_REDUCE; kind <= CD_ALL_TO_ALL; kind++)
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+            for (int more = 0; more < 6; more++) {
+                test_case c = arena_case((cd_kind)kind, l.count, sizes[i], some[more % 4]);
+                c.layout = more == 3 ? GAPS : PLAIN;
+                c.gaps_out = more == 4;
+                c.in_place = more % 2 == 1;
+                c.lists = more == 4;
+                c.uneven = more == 5 && kind >= CD_ALL_GATHER;
+                add(&l, c);
+            }
+    check_on_ranks(world, run_list_on_rank, &l);
+    free(l.list);
+    shm_ranks_free(&g);
+}
+
+/* Read in the arena an operation takes one round, as a ticket; by the rings these would take many. Pieces that go past the caches
+ * are among them. */
+static void test_arena_takes_no_ring(int world)
+{
+    shm_ranks g;
+    shm_ranks_make(&g, world, (size_t)256 << 20);
+    case_list l = {.g = &g};
+    for (int kind = CD_ALL_REDUCE; kind <= CD_ALL_TO_ALL; kind++)
+        for (int more = 0; more < 3; more++) {
+            test_case c = arena_case((cd_kind)kind, 0, more == 2 ? CD_SHM_FAR_BYTES / 4 + 77 : 140001, ALL_RANKS);
+            c.uneven = more == 1 && kind >= CD_ALL_GATHER;
+            c.gaps_out = more == 1 && kind >= CD_SCATTER;
+            add(&l, c);
+        }
+    check_on_ranks(world, run_list_on_rank, &l);
+    for (int r = 0; r < world; r++)
+        CHECK(g.shm[r]->rounds == l.count);
+    free(l.list);
+    shm_ranks_free(&g);
+}
+
 int main(void)
 {
     static const int worlds[] = {1, 2, 3, 4, 5, 16};
@@ -155,6 +221,10 @@ int main(void)
     test_giant_items();
     test_reading(2, false);
     test_reading(3, true);
+    test_arena(2, false);
+    test_arena(3, true);
+    test_arena_takes_no_ring(2);
+    test_arena_takes_no_ring(3);
     if (!CHECK_BRIEF) {
         test_reading(3, false);
         test_reading(5, false);

@@ -114,6 +114,40 @@ static void test_pages_go_back(void)
     cd_segment_free(&segment);
 }
 
+/* Large blocks begin with a huge page where there is room, do without where there is none, and what lies beside them stays. */
+static void test_huge_blocks(void)
+{
+    cd_segment segment;
+    cd_arena *arena;
+    void *before, *large, *after, *tight;
+    size_t huge = CD_SEGMENT_HUGE_BYTES, bytes = 2 * huge + 5000;
+    CHECK_OK(cd_segment_create(2 * REGION, &segment));
+    CHECK((uintptr_t)segment.base % huge == 0);
+    CHECK_OK(cd_arena_open(segment.base, REGION, 2, 1, &arena));
+    CHECK_OK(cd_arena_alloc(arena, 100, &before));
+    memset(before, 1, 100);
+    CHECK_OK(cd_arena_alloc(arena, bytes, &large));
+    CHECK((uintptr_t)large % huge == 0);
+    CHECK_OK(cd_arena_alloc(arena, 1000, &after));
+    memset(after, 2, 1000);
+    memset(large, 3, bytes);
+    cd_arena_release(arena, large);
+    CHECK_OK(cd_arena_alloc(arena, bytes, &large));
+    for (size_t i = 0; i < 1000; i++)
+        CHECK(((char *)before)[i % 100] == 1 && ((char *)after)[i] == 2);
+    cd_arena_release(arena, large);
+    /* 4 MiB and all that is left: no huge page begins where they would have to. */
+    cd_arena_release(arena, after);
+    CHECK_OK(cd_arena_alloc(arena, REGION - huge + 5000, &tight));
+    CHECK((uintptr_t)tight % huge != 0);
+    memset(tight, 4, REGION - huge + 5000);
+    CHECK(((char *)before)[99] == 1);
+    cd_arena_release(arena, tight);
+    cd_arena_release(arena, before);
+    cd_arena_free(arena);
+    cd_segment_free(&segment);
+}
+
 static void test_none(void)
 {
     cd_arena *arena;
@@ -132,6 +166,7 @@ int main(void)
     test_blocks();
     test_random();
     test_pages_go_back();
+    test_huge_blocks();
     test_none();
     puts("shm arena: ok");
     return 0;
