@@ -24,8 +24,6 @@ from cdist.testing import run
 ROOT = Path(__file__).parent.parent
 PYTHON = str(Path(cdist.__file__).parent.parent)
 ENVIRON = {"PYTHONPATH": PYTHON, "PATH": os.environ["PATH"]}
-# Names that come with the module over torch modules.
-ABSENT = set() if importlib.util.find_spec("cdist.parallel.torch_module") else {"GradBucket", "algorithms"}
 
 
 def documented():
@@ -74,7 +72,7 @@ def test_torch_distributed():
         if not from_elsewhere(getattr(torch_distributed, name)) and name not in ("logging", "log")
     }
     assert len(names) > 100
-    compare(names - ABSENT, cdist, "torch.distributed")
+    compare(names, cdist, "torch.distributed")
 
 
 CLASSES = ["Backend", "BackendConfig", "ProcessGroup", "Work", "ReduceOp", "P2POp", "Store", "TCPStore"]
@@ -158,7 +156,7 @@ def test_parameters_of_functions():
     """Whatever torch's functions can be called with, ours can: names in the same order, ours after them."""
     torch_distributed = pytest.importorskip("torch.distributed", reason="torch comes with EXTRAS in .ci/run")
     compared, wrong = 0, {}
-    for name in set(cdist.__all__) - ABSENT:
+    for name in set(cdist.__all__):
         theirs, ours = getattr(torch_distributed, name, None), getattr(cdist, name)
         if not inspect.isfunction(inspect.unwrap(theirs)) or not callable(ours) or inspect.isclass(ours):
             continue
@@ -173,12 +171,8 @@ def test_parameters_of_functions():
 
 
 def test_every_name_can_be_had():
-    for name in sorted({*cdist.__all__, *dir(cdist)} - ABSENT):
-        try:
-            getattr(cdist, name)
-        except ModuleNotFoundError as error:  # parts over torch modules, where torch is absent
-            if error.name != "torch":
-                raise
+    for name in sorted({*cdist.__all__, *dir(cdist)}):
+        getattr(cdist, name)
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         cdist.no_such_name  # noqa: B018
 

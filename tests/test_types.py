@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import cdist
@@ -112,3 +114,19 @@ def test_the_stub_of_distributed_data_parallel_has_its_methods():
             assert _named_parameters(runtime) == _stub_named_parameters(node), name
     ours = [base for base in TorchDataParallel.__mro__ if base.__module__.startswith("cdist")]
     assert {name for base in ours for name in vars(base) if not name.startswith("_")} <= set(methods)
+
+
+def test_all_names_are_there_without_torch():
+    code = """
+import sys
+sys.modules["torch"] = None
+import inspect
+import subprocess
+import sys
+from cdist import *
+from cdist.nn.parallel import *
+from cdist.parallel import *
+import cdist
+assert inspect.getmembers(cdist) and cdist.cuda.empty and cdist.settings.table()
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -183,6 +183,7 @@ _LAZY_MODULES = frozenset(
     [
         "collectives",
         "constants",
+        "cuda",
         "debugging",
         "device_mesh",
         "doctor",
@@ -199,6 +200,7 @@ _LAZY_MODULES = frozenset(
         "recorder",
         "run",
         "sampler",
+        "settings",
         "store",
         "testing",
         "utils",

@@ -6,6 +6,7 @@ from cdist.parallel.ddp import DistributedDataParallel
 from cdist.parallel.gradients import GradientReducer
 from cdist.parallel.join import Join, Joinable, JoinHook
 from cdist.parallel.parameter import Parameter
+from cdist.parallel.values import GradBucket, MixedPrecision
 
 __all__ = [
     "DataParallel",
@@ -20,15 +21,3 @@ __all__ = [
     "data_parallel",
     "no_sync",
 ]
-
-
-def __getattr__(name):
-    if name == "GradBucket":  # needs torch
-        from cdist.parallel.torch_parts import GradBucket
-
-        return GradBucket
-    if name == "MixedPrecision":
-        from cdist.parallel.mixed_precision import MixedPrecision
-
-        return MixedPrecision
-    raise AttributeError(f"module 'cdist.parallel' has no attribute {name!r}")

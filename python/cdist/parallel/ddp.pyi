@@ -11,7 +11,7 @@ import torch
 
 from cdist.device_mesh import DeviceMesh
 from cdist.parallel.join import Joinable, JoinHook
-from cdist.parallel.mixed_precision import MixedPrecision
+from cdist.parallel.values import MixedPrecision
 from cdist.process_group import ProcessGroup
 
 _Batch = TypeVar("_Batch")

@@ -10,7 +10,7 @@ import functools
 import torch
 
 import cdist
-from cdist.parallel.torch_parts import GradBucket
+from cdist.parallel.values import GradBucket
 
 __all__ = [
     "BuiltinCommHookType",

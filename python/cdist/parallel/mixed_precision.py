@@ -1,28 +1,6 @@
 """Mixed precision as an argument of DistributedDataParallel over torch modules."""
 
-from dataclasses import dataclass
-
 import torch
-
-__all__ = ["MixedPrecision"]
-
-
-@dataclass
-class MixedPrecision:
-    """Dtypes for DistributedDataParallel(…, mixed_precision=MixedPrecision(…)); None leaves a dtype as it is.
-
-    Attributes:
-        param_dtype: of parameters and of floating point inputs during forward and backward. Outside of them,
-            for the optimizer and in checkpoints, parameters keep their own dtype.
-        reduce_dtype: in which gradients are reduced; None: param_dtype. Gradients then get the parameters'
-            own dtype.
-        buffer_dtype: floating point buffers are cast to it once, at construction.
-
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
 
 
 def cast_floats(value, dtype):

@@ -10,7 +10,7 @@ import torch
 
 import cdist
 from cdist.parallel.hooks import Later, average
-from cdist.parallel.torch_parts import GradBucket
+from cdist.parallel.values import GradBucket
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

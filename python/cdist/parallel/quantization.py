@@ -7,7 +7,7 @@ import torch
 
 import cdist
 from cdist.parallel.hooks import Later
-from cdist.parallel.torch_parts import GradBucket
+from cdist.parallel.values import GradBucket
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cdist.parallel.torch_parts import GradBucket, all_reduce_max, untraced
+from cdist.parallel.torch_parts import all_reduce_max, untraced
+from cdist.parallel.values import GradBucket
 
 
 class BufferCommHookLocation(enum.Enum):

@@ -148,38 +148,3 @@ def all_reduce_max(values, group):
     if array.size:
         cdist.all_reduce(array, op=cdist.ReduceOp.MAX, group=group)
     return array.tolist()
-
-
-class GradBucket:
-    """What a communication hook gets: the gradients of one bucket, as one flat tensor and one by one."""
-
-    def __init__(self, index, buffer, gradients, parameters, is_last):
-        self._index = index
-        self._buffer = buffer
-        self._gradients = gradients
-        self._parameters = parameters
-        self._is_last = is_last
-
-    def index(self):
-        """Return the number of the bucket: 0 holds the gradients that are ready first."""
-        return self._index
-
-    def buffer(self):
-        """Return all gradients of the bucket, one behind the other, as a flat tensor."""
-        return self._buffer
-
-    def set_buffer(self, tensor):
-        """Replace the flat tensor (of the same size)."""
-        self._buffer = tensor
-
-    def gradients(self):
-        """Return the gradients as views into the flat tensor."""
-        return self._gradients
-
-    def parameters(self):
-        """Return the parameters, in the order of the gradients."""
-        return self._parameters
-
-    def is_last(self):
-        """Return whether this is the last bucket of the step."""
-        return self._is_last
