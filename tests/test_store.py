@@ -17,8 +17,9 @@ import time
 from datetime import timedelta
 
 import pytest
-from cdist import errors
+from cdist import barrier, errors
 from cdist.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from cdist.testing import run
 
 
 class PlainStore(Store):
@@ -547,6 +548,28 @@ def test_file_is_removed_by_the_last(tmp_path):
     assert os.path.exists(path)
     del second
     assert not os.path.exists(path)
+
+
+def _come_and_go(rank, world, folder):
+    for i in range(200):
+        store = FileStore(f"{folder}/{i}", world)
+        barrier()
+        del store
+    barrier()
+    left = os.listdir(folder)
+    barrier()
+    for i in range(200):
+        store = FileStore(f"{folder}/again", world)
+        store.set(f"{i}/{rank}", "")
+        store.wait([f"{i}/{1 - rank}"], 20)
+        del store
+    barrier()
+    return left + os.listdir(folder)
+
+
+def test_files_of_two_that_leave_at_once(tmp_path):
+    """Both left the file, each in the belief that the other was still there, in 1 of 60 cases."""
+    assert run(_come_and_go, 2, str(tmp_path)) == [[], []]
 
 
 def test_half_written_record_is_cut_off(tmp_path):

@@ -142,15 +142,31 @@ static void leave(file_store *s, int fd)
     pthread_mutex_unlock(&s->lock);
 }
 
-/* Locks object and file and catches up. The object is not locked while the file is another's. */
-static cd_status enter(file_store *s, int mode, const cd_patience *patience, int *fd_p)
+/* Opens and locks the file; 0, or an errno. Who had opened it when another removed it waits for the lock of a file that nobody
+ * will find again: it comes once more, as if the lock were another's. */
+static int open_locked(const file_store *s, int create, int mode, int *fd_p)
+{
+    struct stat now;
+    int fd = open(s->path, O_RDWR | create | O_CLOEXEC, 0644);
+    if (fd < 0)
+        return errno;
+    int error = flock(fd, mode | LOCK_NB) != 0 ? errno : fstat(fd, &now) != 0 ? errno : now.st_nlink == 0 ? EWOULDBLOCK : 0;
+    if (error)
+        close(fd);
+    else
+        *fd_p = fd;
+    return error;
+}
+
+/* Locks object and file and catches up; `create` is O_CREAT or 0. The object is not locked while the file is another's. */
+static cd_status enter_file(file_store *s, int create, int mode, const cd_patience *patience, int *fd_p)
 {
     uint64_t began = cd_now_ns();
     cd_waiter waiter = cd_waiter_start(patience);
     for (;;) {
         pthread_mutex_lock(&s->lock);
-        int fd = open(s->path, O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-        int error = fd < 0 || flock(fd, mode | LOCK_NB) != 0 ? errno : 0;
+        int fd = -1;
+        int error = open_locked(s, create, mode, &fd);
         if (!error) {
             cd_status status = catch_up(s, fd);
             if (status != CD_OK)
@@ -159,8 +175,6 @@ static cd_status enter(file_store *s, int mode, const cd_patience *patience, int
                 *fd_p = fd;
             return status;
         }
-        if (fd >= 0)
-            close(fd);
         pthread_mutex_unlock(&s->lock);
         if (error != EWOULDBLOCK && error != EINTR)
             return cd_fail_errno(CD_STORE, error, "cannot open the store's file %s", s->path);
@@ -171,6 +185,11 @@ static cd_status enter(file_store *s, int mode, const cd_patience *patience, int
             return cd_fail(CD_STORE_TIMEOUT, "timeout: %s is locked by another process", s->path);
         CD_TRY(status);
     }
+}
+
+static cd_status enter(file_store *s, int mode, const cd_patience *patience, int *fd_p)
+{
+    return enter_file(s, O_CREAT, mode, patience, fd_p);
 }
 
 /* The key with its '/'; `lead` is "/" or "-/". NULL when memory ran out (recorded). */
@@ -225,18 +244,21 @@ static cd_status file_delete(cd_store *store, cd_bytes key, bool *existed_p, con
     return CD_OK;
 }
 
+static cd_status add_entered(file_store *s, int fd, cd_bytes key, int64_t delta, int64_t *value_p)
+{
+    cd_entry *entry;
+    CD_TRY(cd_table_add(&s->table, key, delta, value_p, &entry));
+    char text[24];
+    size_t bytes = entry->value.bytes;
+    memcpy(text, entry->value.data, bytes);
+    return write_record(s, fd, key, (cd_bytes){text, bytes});
+}
+
 static cd_status add_raw(file_store *s, cd_bytes key, int64_t delta, int64_t *value_p, const cd_patience *patience)
 {
     int fd;
     CD_TRY(enter(s, LOCK_EX, patience, &fd));
-    cd_entry *entry;
-    cd_status status = cd_table_add(&s->table, key, delta, value_p, &entry);
-    if (status == CD_OK) {
-        char text[24];
-        size_t bytes = entry->value.bytes;
-        memcpy(text, entry->value.data, bytes);
-        status = write_record(s, fd, key, (cd_bytes){text, bytes});
-    }
+    cd_status status = add_entered(s, fd, key, delta, value_p);
     leave(s, fd);
     return status;
 }
@@ -370,16 +392,19 @@ static void file_close(cd_store *store)
     atomic_store_explicit(&((file_store *)store)->closed, true, memory_order_release);
 }
 
-/* The last one that leaves removes the file, if all that were announced have been there. */
+/* The last one that leaves removes the file, if all that were announced have been there. In one turn: of two that leave at once
+ * neither would be the last otherwise, and who opens the file meanwhile would write to one that is gone. */
 static void sign_off(file_store *s)
 {
     cd_patience patience = {.deadline = cd_deadline_after_ns(CD_NS_PER_S)};
     int64_t left, refs;
-    if (s->pid != getpid() || access(s->path, F_OK) != 0)
+    int fd;
+    if (s->pid != getpid() || enter_file(s, 0, LOCK_EX, &patience, &fd) != CD_OK)
         return;
-    if (add_raw(s, cd_bytes_of(LEFT_KEY), 1, &left, &patience) == CD_OK &&
-        add_raw(s, cd_bytes_of(REFS_KEY), -1, &refs, &patience) == CD_OK && refs == 0 && s->world >= 0 && left >= s->world)
+    if (add_entered(s, fd, cd_bytes_of(LEFT_KEY), 1, &left) == CD_OK &&
+        add_entered(s, fd, cd_bytes_of(REFS_KEY), -1, &refs) == CD_OK && refs == 0 && s->world >= 0 && left >= s->world)
         unlink(s->path);
+    leave(s, fd);
 }
 
 static void file_free(cd_store *store)
