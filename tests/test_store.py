@@ -539,6 +539,33 @@ def test_two_thousand_meet_and_the_server_sleeps_meanwhile():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_a_server_without_descriptors_says_so_once():
+    code = textwrap.dedent(
+        """
+        import os, resource, socket, time
+        import cdist
+        store = cdist.TCPStore("127.0.0.1", 0, None, True, timeout=20)
+        client = socket.socket()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        held = []
+        try:
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            client.connect(("127.0.0.1", store.port))
+        client.sendall(b"\\0\\xce\\xf7\\x85\\x3c\\x0d1234")
+        time.sleep(0.5)  # five attempts
+        os.close(held[0])
+        client.settimeout(20)
+        print(client.recv(10))
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "b'1234'\n", done.stderr
+    assert done.stderr.count("cannot accept a connection: Too many open files") == 1
+    assert "ulimit -n" in done.stderr
+
+
 def test_file_is_removed_by_the_last(tmp_path):
     path = str(tmp_path / "f")
     first, second = FileStore(path, 2), FileStore(path, 2)

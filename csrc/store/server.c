@@ -33,7 +33,7 @@ struct cd_server {
     pid_t pid;
     cd_secret secret;
     conn *conns;      /* newest first */
-    bool accept_paused;
+    bool accept_paused, refuses; /* refuses: since the last connection none could be accepted, which was said */
     _Atomic int open; /* relaxed: a figure for tests */
     pthread_t thread;
     uint8_t *scratch;
@@ -323,12 +323,16 @@ static void accept_all(cd_server *s, int listener)
         if (status == CD_NO_MEMORY && raise_file_limit())
             continue;
         if (status != CD_OK) {
-            cd_log(CD_LOG_WARN, "store on port %u: %s", s->port, cd_last_error()->text);
+            if (!s->refuses)
+                cd_log(CD_LOG_WARN, "store on port %u: %s; it tries again%s", s->port, cd_last_error()->text,
+                       status == CD_NO_MEMORY ? "; more open files may be needed (ulimit -n)" : "");
+            s->refuses = true;
             pause_accept(s, true);
             return;
         }
         if (fd < 0)
             return;
+        s->refuses = false;
         add_conn(s, fd);
     }
 }
