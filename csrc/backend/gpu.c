@@ -222,14 +222,12 @@ static void gpu_abort(cd_backend *backend)
     cd_gpu_watch_abort(of(backend));
 }
 
-void cd_gpu_backend_unref(cd_gpu_backend *b)
+static cd_status take_down(void *arg)
 {
-    /* Acquire and release: the last one sees all that the others did. */
-    if (atomic_fetch_sub_explicit(&b->refs, 1, memory_order_acq_rel) != 1)
-        return;
+    cd_gpu_backend *b = arg;
+    bool pushed;
     cd_gpu_events_close(b);
     if (b->gpu.context) {
-        bool pushed;
         if (cd_gpu_enter(&b->gpu, &pushed) == CD_OK) {
             cd_gpu_blocks_close(b);
             if (b->fork)
@@ -251,6 +249,24 @@ void cd_gpu_backend_unref(cd_gpu_backend *b)
     pthread_mutex_destroy(&b->blocks_lock);
     pthread_cond_destroy(&b->watch_wake);
     free(b);
+    return CD_OK;
+}
+
+void cd_gpu_backend_unref(cd_gpu_backend *b)
+{
+    /* Acquire and release: the last one sees all that the others did. */
+    if (atomic_fetch_sub_explicit(&b->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    if (!b->gpu.context) { /* it never came to a GPU: nothing waits */
+        take_down(b);
+        return;
+    }
+    /* Giving memory back waits until the GPU is through, also with what is not ours: in a thread that may be left. Where there
+     * can be none, the memory ends with the process. */
+    cd_error kept = *cd_last_error();
+    cd_patience patience = {.deadline = cd_deadline_after_ns(CD_GPU_FAREWELL_NS)};
+    (void)cd_gpu_errand(take_down, 0, b, &patience);
+    cd_fail_with(&kept);
 }
 
 static void gpu_free(cd_backend *backend)
@@ -290,7 +306,7 @@ static const cd_backend_ops gpu_ops = {
 /* What this rank needs for itself; context stays current until the caller leaves it. */
 static cd_status prepare(cd_gpu_backend *b, const cd_backend_env *env, bool *pushed_p)
 {
-    int fallback = b->team->world_ranks ? b->team->world_ranks[b->rank] : b->rank;
+    int fallback = cd_gpu_rank(b, b->rank);
     CD_TRY(cd_driver_open(&b->driver));
     CD_TRY(cd_nccl_open(&b->nccl));
     CD_TRY(cd_gpu_open(&b->gpu, &b->driver, env->device_index, fallback));

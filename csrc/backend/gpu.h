@@ -10,13 +10,14 @@ cd_status cd_gpu_supports(cd_kind kind, cd_redop redop, cd_dtype dtype);
 
 /* Device memory from NCCL's own allocator (ncclMemAlloc), registered with the group's communicator, so that collectives on it
  * need no staging; plain device memory where NCCL is older than 2.19. Local. Waits with patience while another thread is inside.
- * Errors: CD_NO_MEMORY, CD_GPU, patience's. */
+ * Errors: CD_NO_MEMORY, CD_GPU, CD_WAIT_EXPIRED (of memory that was released, which is tried again later), patience's. */
 cd_status cd_gpu_alloc(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
 /* The same from the driver, not registered. */
 cd_status cd_gpu_alloc_plain(cd_backend *backend, size_t bytes, const cd_patience *patience, void **out);
 /* Gives it back. Queued work of any stream may still use it: it is kept until a later allocation, which waits for that work when
  * much is kept or no other memory is left. Any thread, without waiting while the group lives; also after an abort. The backend
- * lives as long as its memory: what is released last after the group has freed it waits for the GPU. Takes NULL. */
+ * lives as long as its memory: what is released last after the group has freed it waits a moment (0.8 s) for the GPU and leaves
+ * the rest to a thread. Takes NULL. */
 void cd_gpu_release(cd_backend *backend, void *memory);
 
 typedef struct {

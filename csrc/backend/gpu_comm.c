@@ -13,6 +13,8 @@
 /* Work that is still queued when a group is closed may end within this time; a dead peer ends the wait at once. */
 #define DRAIN_NS (10 * CD_NS_PER_S)
 #define FINALIZE_NS (800 * CD_NS_PER_MS)
+/* The watch raises a flag within one of its looks (20 ms). */
+#define RAISE_NS CD_NS_PER_S
 
 /* What a rank tells the others; crosses processes of one build. */
 typedef struct {
@@ -61,20 +63,15 @@ cd_status cd_gpu_settle(cd_gpu_backend *b, cd_nccl_comm comm, cd_nccl_result res
     return atomic_load_explicit(&b->aborted, memory_order_acquire) ? cd_gpu_cause(b) : cd_nccl_fail(&b->nccl, comm, result, what);
 }
 
-static int world_rank(const cd_gpu_backend *b, int rank)
-{
-    return b->team->world_ranks ? b->team->world_ranks[rank] : rank;
-}
-
 static cd_status check_own_gpus(const cd_gpu_backend *b, const card *cards)
 {
     for (int i = 0; i < b->world; i++)
         for (int j = i + 1; j < b->world; j++)
             if (memcmp(&cards[i].uuid, &cards[j].uuid, sizeof cards[i].uuid) == 0)
-                return cd_fail_rank(CD_BAD_ARGUMENT, world_rank(b, j),
+                return cd_fail_rank(CD_BAD_ARGUMENT, cd_gpu_rank(b, j),
                                     "ranks %d and %d both use the GPU at %s of %s (their device %d and %d): NCCL needs one "
                                     "GPU a rank; name it by device_id or select it before the first collective",
-                                    world_rank(b, i), world_rank(b, j), cards[i].pci, cards[i].host, cards[i].gpu_index,
+                                    cd_gpu_rank(b, i), cd_gpu_rank(b, j), cards[i].pci, cards[i].host, cards[i].gpu_index,
                                     cards[j].gpu_index);
     return CD_OK;
 }
@@ -83,13 +80,13 @@ static cd_status check_cards(const cd_gpu_backend *b, const card *cards)
 {
     for (int i = 0; i < b->world; i++)
         if (cards[i].status != CD_OK)
-            return cd_fail_rank(CD_UNSUPPORTED, world_rank(b, i), "rank %d on %s cannot take part: %s", world_rank(b, i),
+            return cd_fail_rank(CD_UNSUPPORTED, cd_gpu_rank(b, i), "rank %d on %s cannot take part: %s", cd_gpu_rank(b, i),
                                 cards[i].host, cards[i].text);
     for (int i = 1; i < b->world; i++)
         if (cards[i].nccl_version != cards[0].nccl_version)
-            return cd_fail_rank(CD_UNSUPPORTED, world_rank(b, i),
+            return cd_fail_rank(CD_UNSUPPORTED, cd_gpu_rank(b, i),
                                 "rank %d has NCCL %d, rank %d has %d: all ranks need the same (CDIST_NCCL_LIB can name it)",
-                                world_rank(b, 0), cards[0].nccl_version, world_rank(b, i), cards[i].nccl_version);
+                                cd_gpu_rank(b, 0), cards[0].nccl_version, cd_gpu_rank(b, i), cards[i].nccl_version);
     return check_own_gpus(b, cards);
 }
 
@@ -128,9 +125,12 @@ static void fill_card(cd_gpu_backend *b, cd_gpu_backend *parent, cd_status prepa
  * shrink it if they keep its order; ncclCommSplit into several parts would need every rank of the parent at the same time. */
 typedef enum { FRESH, SPLIT, SHRINK } way;
 
-/* From the cards, which are the same for all. */
+/* From the cards, which are the same for all. An older NCCL, whose calls do not block, would still write to a venture that was
+ * given up. */
 static way choose_way(const cd_gpu_backend *b, const cd_backend_env *env, const card *cards)
 {
+    if (b->nccl.version < CD_NCCL_GROUP_ABORT_SINCE)
+        return FRESH;
     for (int i = 0; i < b->world; i++)
         if (!cards[i].parent_idle)
             return FRESH;
@@ -172,6 +172,7 @@ typedef struct {
     cd_patience patience;         /* deadline and cause alone: another thread's idle callback is not ours to call */
     _Atomic(cd_nccl_comm) comm;   /* NCCL stores it early in its creation */
     _Atomic bool over;
+    bool begun;                   /* a call that makes it from the parent */
     bool raised;                  /* the flag, inside an NCCL group that is still open in the caller's thread */
 } venture;
 
@@ -259,6 +260,7 @@ static cd_status derive_main(void *arg)
     if (!from)
         return cd_gpu_cause(p);
     CD_TRY(cd_gpu_enter(&p->gpu, &pushed));
+    v->begun = true;
     cd_nccl_result result =
         v->way == SPLIT ? p->nccl.comm_split(from, 0, v->b->rank, comm_p, &config) : shrink(v, from, &config);
     cd_status status = cd_gpu_settle(p, from, result, v->way == SPLIT ? "ncclCommSplit" : "ncclCommShrink", &v->patience);
@@ -285,6 +287,22 @@ static cd_status name_late(cd_status status, const char *what)
     return cd_fail(CD_TIMED_OUT, "%s: NCCL was still waiting for another rank when the deadline passed", what);
 }
 
+/* NCCL hands out the communicator of a making that failed, to be aborted, and the one that it is made from keeps a pointer to its
+ * abort flag: that one's flag is raised first, which is when NCCL looks there last. Where that does not come, it is left. */
+static void drop_derived(venture *v)
+{
+    cd_error kept = *cd_last_error();
+    cd_deadline limit = cd_deadline_after_ns(RAISE_NS);
+    if (!v->begun)
+        return;
+    stop_derive(v);
+    while (!atomic_load_explicit(&v->parent->raised, memory_order_acquire) && !cd_deadline_passed(limit))
+        cd_sleep_ns(CD_NS_PER_MS);
+    if (atomic_load_explicit(&v->parent->raised, memory_order_acquire))
+        drop_venture(v);
+    cd_fail_with(&kept);
+}
+
 /* The parent counts as inside for the time: its abort, which ends the making, frees it afterwards. */
 static cd_status derive(venture *v, const cd_patience *patience)
 {
@@ -294,6 +312,8 @@ static cd_status derive(venture *v, const cd_patience *patience)
         CD_TRY(cd_waiter_turn(&waiter));
     cd_gpu_go_in(p, CD_BARRIER, patience->deadline);
     cd_status status = cd_gpu_errand(derive_main, stop_derive, v, patience);
+    if (status != CD_OK)
+        drop_derived(v);
     cd_gpu_come_out(p);
     pthread_mutex_unlock(&p->lock);
     return status;
@@ -337,6 +357,8 @@ void cd_gpu_abort_comm(cd_gpu_backend *b)
         return;
     cd_log_about("gpu", "rank %d aborts its communicator", b->rank);
     if (raise_flag(b, comm)) {
+        /* Release: who sees it comes after NCCL's last look at what is made from this communicator. */
+        atomic_store_explicit(&b->raised, true, memory_order_release);
         wait_outside(b, CD_NEVER);
         b->nccl.group_end();
     } else {
@@ -370,6 +392,39 @@ static cd_status finalize_main(void *arg)
     return status;
 }
 
+typedef struct {
+    cd_gpu_backend *b; /* held */
+    cd_nccl_comm comm;
+} burial;
+
+/* Frees GPU memory, for which the driver can wait until other work on the GPU has ended. */
+static cd_status destroy_main(void *arg)
+{
+    burial *d = arg;
+    bool pushed;
+    if (cd_gpu_enter(&d->b->gpu, &pushed) == CD_OK) {
+        d->b->nccl.comm_destroy(d->comm);
+        cd_gpu_leave(&d->b->gpu, pushed);
+    }
+    cd_gpu_backend_unref(d->b);
+    free(d);
+    return CD_OK;
+}
+
+/* Goes on by itself where it takes longer than `patience`. */
+static void destroy(cd_gpu_backend *b, cd_nccl_comm comm, const cd_patience *patience)
+{
+    burial *d = malloc(sizeof *d);
+    if (!d)
+        return; /* its memory ends with the process */
+    *d = (burial){b, comm};
+    atomic_fetch_add_explicit(&b->refs, 1, memory_order_relaxed);
+    if (cd_gpu_errand(destroy_main, 0, d, patience) == CD_NO_MEMORY) {
+        cd_gpu_backend_unref(b);
+        free(d);
+    }
+}
+
 void cd_gpu_close_comm(cd_gpu_backend *b)
 {
     if (!atomic_load(&b->comm))
@@ -381,7 +436,7 @@ void cd_gpu_close_comm(cd_gpu_backend *b)
         venture v = venture_of(b, &patience);
         atomic_store(&v.comm, atomic_exchange(&b->comm, 0));
         if (cd_gpu_errand(finalize_main, stop_venture, &v, &patience) == CD_OK)
-            b->nccl.comm_destroy(atomic_load(&v.comm));
+            destroy(b, atomic_load(&v.comm), &patience);
         else
             drop_venture(&v);
     } else {

@@ -2,6 +2,7 @@
 #include "backend/gpu_impl.h"
 
 #include <signal.h>
+#include <stdlib.h>
 
 typedef struct {
     cd_status (*body)(void *arg);
@@ -9,8 +10,16 @@ typedef struct {
     cd_status status;
     cd_error error;
     _Atomic uint64_t done;
+    _Atomic uint32_t refs; /* the thread's and the caller's */
     cd_bell bell;
 } errand;
+
+static void unref(errand *e)
+{
+    /* Acquire and release: who frees it does so after the other's last use. */
+    if (atomic_fetch_sub_explicit(&e->refs, 1, memory_order_acq_rel) == 1)
+        free(e);
+}
 
 static void *errand_main(void *arg)
 {
@@ -21,6 +30,7 @@ static void *errand_main(void *arg)
     /* Release: who sees it done sees how it went. */
     atomic_store_explicit(&e->done, 1, memory_order_release);
     cd_bell_ring(&e->bell);
+    unref(e);
     return 0;
 }
 
@@ -36,20 +46,29 @@ static cd_status start(errand *e, pthread_t *out)
 
 cd_status cd_gpu_errand(cd_status (*body)(void *arg), void (*stop)(void *arg), void *arg, const cd_patience *patience)
 {
-    errand e = {.body = body, .arg = arg};
+    errand *e = calloc(1, sizeof *e);
     pthread_t thread;
-    CD_TRY(start(&e, &thread));
-    cd_patience own = *patience;
-    own.bell = &e.bell;
-    own.spin = own.yields = 0;
-    cd_status status = cd_wait_at_least(&e.done, 1, -1, &own);
-    cd_error why = {.code = CD_OK};
+    if (!e)
+        return cd_fail(CD_NO_MEMORY, "no memory for a call into NCCL");
+    *e = (errand){.body = body, .arg = arg, .refs = 2};
+    cd_status status = start(e, &thread);
     if (status != CD_OK) {
-        why = *cd_last_error();
-        stop(arg);
+        free(e);
+        return status;
     }
-    pthread_join(thread, 0);
-    if (status != CD_OK)
-        return cd_fail_with(&why);
-    return e.status == CD_OK ? CD_OK : cd_fail_with(&e.error);
+    cd_patience own = *patience;
+    own.bell = &e->bell;
+    own.spin = own.yields = 0;
+    status = cd_wait_at_least(&e->done, 1, -1, &own);
+    cd_error why = *cd_last_error();
+    if (status != CD_OK && stop)
+        stop(arg);
+    if (status != CD_OK && !stop)
+        pthread_detach(thread);
+    else
+        pthread_join(thread, 0);
+    if (status == CD_OK && (status = e->status) != CD_OK)
+        why = e->error;
+    unref(e);
+    return status == CD_OK ? CD_OK : cd_fail_with(&why);
 }

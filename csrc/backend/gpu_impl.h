@@ -68,7 +68,7 @@ struct cd_gpu_backend {
     cd_backend base;
     cd_team *team;
     int rank, world;
-    _Atomic uint32_t refs; /* the group's, one for each event that a caller holds, one for each block */
+    _Atomic uint32_t refs; /* the group's, the watch's, those of threads that were left alone, of callers' events and of blocks */
 
     cd_driver driver;
     cd_nccl nccl;
@@ -81,6 +81,7 @@ struct cd_gpu_backend {
     _Atomic uint64_t visits;       /* how often somebody went in */
     _Atomic(cd_nccl_comm) comm; /* NULL: aborted or closed; taken out before it is aborted */
     _Atomic bool aborted;       /* set before the abort begins: what ends after that is not to be trusted */
+    _Atomic bool raised;        /* set when NCCL's abort flag is up */
     _Atomic bool broken;        /* an operation failed half-way: the communicator can only be aborted */
     _Atomic bool closed;
     cd_cu_stream stream;        /* of asynchronous operations */
@@ -101,6 +102,7 @@ struct cd_gpu_backend {
 
     pthread_t watch;
     bool watching;
+    _Atomic uint64_t watch_over; /* 1: the watch touches nothing any more */
     pthread_mutex_t watch_lock;
     pthread_cond_t watch_wake;
     _Atomic bool watch_stop, abort_wanted; /* written under watch_lock */
@@ -109,7 +111,11 @@ struct cd_gpu_backend {
     pthread_mutex_t blocks_lock; /* inside `lock` where both are held */
     cd_gpu_block *blocks;
     size_t block_count, block_room, released_bytes;
+    _Atomic bool sweeping; /* a thread waits for the GPU, to give back what was released */
 };
+
+/* How long the end of a group, or of its last array, waits for the GPU before it leaves the rest to a thread. */
+#define CD_GPU_FAREWELL_NS (800 * CD_NS_PER_MS)
 
 /* gpu_comm.c */
 /* Meets the other ranks: checks that each has its own GPU and the same NCCL, then makes the communicator. */
@@ -141,7 +147,9 @@ static inline void cd_gpu_come_out(cd_gpu_backend *b)
 /* gpu_errand.c */
 /* Calls body(arg) in a thread of its own and waits for it with patience. When patience ends first, calls stop(arg), waits for
  * body to come out (its waits look at NCCL's abort flag, which stop has raised or had raised) and returns patience's error;
- * otherwise body's. The thread has no context and blocks all signals. */
+ * otherwise body's. `stop` NULL: nothing can end body, which is left to itself then, so arg must live until it is through. The
+ * thread has no context and blocks all signals. CD_NO_MEMORY: it could not be started; no body that was given an arg of its own
+ * answers that. */
 cd_status cd_gpu_errand(cd_status (*body)(void *arg), void (*stop)(void *arg), void *arg, const cd_patience *patience);
 
 /* The group's cause, or that it was aborted, as the thread's error. */
@@ -194,6 +202,11 @@ static inline bool cd_gpu_is_captured(const cd_gpu_backend *b, cd_cu_stream stre
     int status = CD_CU_CAPTURE_NONE;
     return (uintptr_t)stream > 1 && b->driver.stream_is_capturing(stream, &status) == CD_CU_SUCCESS &&
            status != CD_CU_CAPTURE_NONE;
+}
+
+static inline int cd_gpu_rank(const cd_gpu_backend *b, int rank)
+{
+    return b->team->world_ranks ? b->team->world_ranks[rank] : rank;
 }
 
 static inline cd_cu_address cd_gpu_address(const void *memory)

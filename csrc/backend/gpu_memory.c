@@ -72,12 +72,12 @@ static void ripen(cd_gpu_backend *b)
     pthread_mutex_unlock(&b->blocks_lock);
 }
 
-/* Takes a ripe block off the list. False: there is none. */
-static bool pick(cd_gpu_backend *b, cd_gpu_block *out)
+/* Takes a ripe block of NCCL's memory, or of the driver's, off the list. False: there is none. */
+static bool pick(cd_gpu_backend *b, bool nccl, cd_gpu_block *out)
 {
     size_t i = 0;
     pthread_mutex_lock(&b->blocks_lock);
-    while (i < b->block_count && b->blocks[i].state != CD_GPU_BLOCK_RIPE)
+    while (i < b->block_count && (b->blocks[i].state != CD_GPU_BLOCK_RIPE || b->blocks[i].nccl != nccl))
         i++;
     bool found = i < b->block_count;
     if (found) {
@@ -97,20 +97,43 @@ static size_t released_bytes(cd_gpu_backend *b)
     return bytes;
 }
 
-static cd_status wait_for_gpu(void *arg)
+/* In a thread of its own, which holds the backend: nothing ends a wait for the GPU. The driver's memory is given back here, since
+ * the driver waits for what other threads have queued meanwhile; NCCL's by the caller, who may use the communicator. */
+static cd_status sweep_main(void *arg)
 {
     cd_gpu_backend *b = arg;
+    cd_gpu_block block;
     bool pushed;
-    CD_TRY(cd_gpu_enter(&b->gpu, &pushed));
-    cd_cu_result result = b->driver.ctx_synchronize();
-    cd_gpu_leave(&b->gpu, pushed);
-    return cd_driver_check(&b->driver, result, "cuCtxSynchronize");
+    cd_status status = cd_gpu_enter(&b->gpu, &pushed) == CD_OK ? CD_OK : CD_GPU;
+    if (status == CD_OK) {
+        cd_cu_result result = b->driver.ctx_synchronize();
+        if (result != CD_CU_SUCCESS)
+            status = cd_fail(CD_GPU, "the GPU cannot be waited for: cuCtxSynchronize: CUDA error %d", result);
+        while (status == CD_OK && pick(b, false, &block))
+            give_back(b, &block);
+        cd_gpu_leave(&b->gpu, pushed);
+    }
+    /* Release: the next sweep comes after this one. */
+    atomic_store_explicit(&b->sweeping, false, memory_order_release);
+    cd_gpu_backend_unref(b);
+    return status;
 }
 
-/* NCCL's kernels leave the GPU when the watch aborts them at their deadline; nothing ends those of others. */
-static void stop_waiting(void *arg)
+/* Waits for the GPU in a thread of its own; where patience ends first, that goes on by itself. */
+static cd_status sweep(cd_gpu_backend *b, const cd_patience *patience)
 {
-    (void)arg;
+    cd_waiter waiter = cd_waiter_start(patience);
+    while (atomic_load_explicit(&b->sweeping, memory_order_acquire)) /* one that an earlier caller has left */
+        CD_TRY(cd_waiter_turn(&waiter));
+    ripen(b);
+    atomic_fetch_add_explicit(&b->refs, 1, memory_order_relaxed);
+    atomic_store_explicit(&b->sweeping, true, memory_order_relaxed);
+    cd_status status = cd_gpu_errand(sweep_main, 0, b, patience);
+    if (status == CD_NO_MEMORY) {
+        atomic_store_explicit(&b->sweeping, false, memory_order_relaxed);
+        atomic_fetch_sub_explicit(&b->refs, 1, memory_order_relaxed); /* the group has one */
+    }
+    return status;
 }
 
 /* Gives back what was released, when all work that was queued by then, in any stream, is through: NCCL's
@@ -122,11 +145,14 @@ static cd_status reclaim(cd_gpu_backend *b, const cd_patience *patience)
     cd_gpu_block block;
     cd_patience own = *patience;
     own.cause = b->team->cause;
-    ripen(b);
-    CD_TRY(cd_gpu_errand(wait_for_gpu, stop_waiting, b, &own));
-    while (pick(b, &block))
+    cd_status status = sweep(b, &own);
+    if (status == CD_TIMED_OUT)
+        return cd_fail(CD_WAIT_EXPIRED, "rank %d: an allocation on GPU %d waited to its deadline for work that was queued before "
+                                        "memory was released: let that end, or give the group a longer timeout",
+                       cd_gpu_rank(b, b->rank), b->gpu.index);
+    while (status == CD_OK && pick(b, true, &block))
         give_back(b, &block);
-    return CD_OK;
+    return status;
 }
 
 static cd_status take_or_reclaim(cd_gpu_backend *b, size_t bytes, bool plain, const cd_patience *patience,

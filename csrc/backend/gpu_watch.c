@@ -11,11 +11,6 @@ static void publish(cd_gpu_backend *b)
     cd_cause_publish(b->team->cause, cd_last_error());
 }
 
-static int world_rank(const cd_gpu_backend *b)
-{
-    return b->team->world_ranks ? b->team->world_ranks[b->rank] : b->rank;
-}
-
 /* Without a lock: this thread alone frees the communicator, and NCCL's answer is one atomic word. */
 static void look_for_errors(cd_gpu_backend *b)
 {
@@ -39,7 +34,8 @@ static void look_inside(cd_gpu_backend *b)
     } else if (b->late_visit != visit) {
         b->late_visit = visit;
     } else {
-        cd_fail(CD_TIMED_OUT, "rank %d: %s was still inside NCCL at its deadline: a rank does not take part", world_rank(b),
+        cd_fail(CD_TIMED_OUT, "rank %d: %s was still inside NCCL at its deadline: a rank does not take part",
+                cd_gpu_rank(b, b->rank),
                 cd_kind_name((cd_kind)atomic_load_explicit(&b->inside_kind, memory_order_relaxed)));
         publish(b);
     }
@@ -55,7 +51,7 @@ static void look_for_late(cd_gpu_backend *b)
     if (cd_now_ns() >= (deadline > UINT64_MAX - CD_GPU_SLACK_NS ? deadline : deadline + CD_GPU_SLACK_NS)) {
         char text[256];
         cd_fail(CD_TIMED_OUT, "rank %d: %s did not end on the GPU before its deadline: a rank does not take part, or its GPU is "
-                              "busy", world_rank(b), cd_descriptor_text(&oldest->op, text, sizeof text));
+                              "busy", cd_gpu_rank(b, b->rank), cd_descriptor_text(&oldest->op, text, sizeof text));
         publish(b);
     }
     cd_gpu_event_unref(oldest);
@@ -86,9 +82,8 @@ static void *watch_main(void *arg)
     /* Other threads may be capturing a CUDA graph; our queries must not spoil it. */
     int mode = CD_CU_CAPTURE_MODE_RELAXED;
     b->driver.exchange_capture_mode(&mode);
-    if (cd_gpu_enter(&b->gpu, &pushed) != CD_OK)
-        return 0;
-    while (!pause_until_next(b, &wanted)) {
+    bool entered = cd_gpu_enter(&b->gpu, &pushed) == CD_OK;
+    while (entered && !pause_until_next(b, &wanted)) {
         if (!atomic_load(&b->comm))
             continue;
         if (atomic_load_explicit(&b->team->cause->state, memory_order_acquire) == CD_CAUSE_NONE && !wanted) {
@@ -99,13 +94,20 @@ static void *watch_main(void *arg)
         if (wanted || atomic_load_explicit(&b->team->cause->state, memory_order_acquire) != CD_CAUSE_NONE)
             cd_gpu_abort_comm(b);
     }
-    cd_gpu_leave(&b->gpu, pushed);
+    if (entered)
+        cd_gpu_leave(&b->gpu, pushed);
+    /* Release: who sees it comes after the watch's last use of the communicator. */
+    atomic_store_explicit(&b->watch_over, 1, memory_order_release);
+    cd_gpu_backend_unref(b);
     return 0;
 }
 
 cd_status cd_gpu_watch_start(cd_gpu_backend *b)
 {
+    atomic_fetch_add_explicit(&b->refs, 1, memory_order_relaxed); /* the watch's own */
     int error = pthread_create(&b->watch, 0, watch_main, b);
+    if (error)
+        atomic_fetch_sub_explicit(&b->refs, 1, memory_order_relaxed); /* the caller has one */
     if (error)
         return cd_fail_errno(CD_NO_MEMORY, error, "the thread that watches the GPU cannot be started");
     b->watching = true;
@@ -125,8 +127,15 @@ void cd_gpu_watch_stop(cd_gpu_backend *b)
     if (!b->watching)
         return;
     wake(b, &b->watch_stop);
-    pthread_join(b->watch, 0);
     b->watching = false;
+    /* It may be freeing an aborted communicator, for which the driver waits until other work on the GPU has ended. */
+    cd_error kept = *cd_last_error();
+    cd_patience patience = {.deadline = cd_deadline_after_ns(CD_GPU_FAREWELL_NS), .yields = 1};
+    if (cd_wait_at_least(&b->watch_over, 1, -1, &patience) == CD_OK)
+        pthread_join(b->watch, 0);
+    else
+        pthread_detach(b->watch);
+    cd_fail_with(&kept);
 }
 
 void cd_gpu_watch_abort(cd_gpu_backend *b)

@@ -1,6 +1,9 @@
 /* What goes wrong around the GPU backend: missing libraries, shared GPUs, late and dead ranks, errors of NCCL, aborts, splits. */
 #include "gpu_ranks.h"
 
+#include "../fake_nccl/fake_cuda.h"
+#include "backend/gpu_impl.h"
+
 #include <signal.h>
 
 static bool error_has(const char *part)
@@ -451,6 +454,115 @@ static void slow_split_main(int rank, void *ctx)
     gpu_rank_close(&r);
 }
 
+/* What NCCL hands out of a making that failed is freed, and the group that it was made from has ended. */
+static void broken_making(int rank, gpu_group *g, const int *members, int mine, const char *what)
+{
+    void (*break_making)(int) = FAKE_NCCL_CALL(void (*)(int), fake_nccl_break);
+    static gpu_group part[2];
+    gpu_rank r, child;
+    cd_backend *backend = 0;
+    cd_cause own = {0};
+    bool shrinks = g->world == 3;
+    gpu_rank_open(&r, g, rank);
+    if (rank == 0)
+        gpu_group_init(&part[shrinks], 2);
+    break_making(1);
+    pthread_barrier_wait(&g->barrier);
+    if (mine >= 0) {
+        cd_backend_env env = gpu_env(&child, &part[shrinks], mine);
+        child.team.cause = child.patience.cause = &own;
+        env.device_index = rank;
+        env.parent = r.backend;
+        env.parent_ranks = members;
+        CHECK_FAILS(cd_backend_open_gpu(&env, &backend), CD_GPU);
+        CHECK(error_has(what));
+        CHECK(cd_cause_check(&g->cause[rank]) == CD_GPU);
+    }
+    pthread_barrier_wait(&g->barrier);
+    break_making(0);
+    gpu_rank_close(&r);
+}
+
+static void broken_split_main(int rank, void *ctx)
+{
+    broken_making(rank, ctx, (const int[]){0, 1}, rank, "ncclCommSplit: fake error");
+}
+
+static void broken_shrink_main(int rank, void *ctx)
+{
+    broken_making(rank, ctx, (const int[]){0, 2}, rank == 1 ? -1 : rank / 2, "ncclCommShrink: fake error");
+}
+
+static void wait_until_given_back(long before)
+{
+    long (*left)(void) = FAKE_CUDA_CALL(long (*)(void), fake_cuda_left);
+    cd_deadline limit = cd_deadline_after_ns(20 * CD_NS_PER_S);
+    while (left() > before && !cd_deadline_passed(limit))
+        cd_sleep_ns(CD_NS_PER_MS);
+    CHECK(left() == before);
+}
+
+/* A kernel that does not end: neither the group's end nor the last release waits for it, and what they leave is given back when
+ * it ends after all. */
+static void check_farewell(void)
+{
+    void (*hold)(void *) = FAKE_CUDA_CALL(void (*)(void *), fake_stream_hold);
+    void (*let_go)(void) = FAKE_CUDA_CALL(void (*)(void), fake_streams_let_go);
+    long before = FAKE_CUDA_CALL(long (*)(void), fake_cuda_left)();
+    static gpu_group g[2];
+    gpu_rank r;
+    for (int keeps = 0; keeps < 2; keeps++) {
+        gpu_group_init(&g[keeps], 1);
+        gpu_rank_open(&r, &g[keeps], 0);
+        if (keeps)
+            gpu_alloc(&r, 16);
+        bool pushed;
+        cd_gpu_backend *b = (cd_gpu_backend *)r.backend;
+        CHECK_OK(cd_gpu_enter(&b->gpu, &pushed));
+        hold(0);
+        cd_gpu_leave(&b->gpu, pushed);
+        gpu_rank_close(&r);
+        CHECK(FAKE_CUDA_CALL(long (*)(void), fake_cuda_left)() > before);
+        let_go();
+        wait_until_given_back(before);
+    }
+}
+
+/* Memory that was released is not waited for longer than the caller's patience, nor against Ctrl-C. */
+static void check_reclaim(void)
+{
+    enum { MUCH = 300 << 20 };
+    void (*hold)(void *) = FAKE_CUDA_CALL(void (*)(void *), fake_stream_hold);
+    void (*let_go)(void) = FAKE_CUDA_CALL(void (*)(void), fake_streams_let_go);
+    static gpu_group g;
+    gpu_rank r;
+    int calls = 0;
+    bool pushed;
+    void *much, *other = 0;
+    gpu_group_init(&g, 1);
+    gpu_rank_open(&r, &g, 0);
+    cd_gpu_backend *b = (cd_gpu_backend *)r.backend;
+    CHECK_OK(cd_gpu_enter(&b->gpu, &pushed));
+    CHECK_OK(cd_gpu_alloc_plain(r.backend, MUCH, &r.patience, &much));
+    void *registered = gpu_alloc(&r, 16);
+    hold(0);
+    cd_gpu_release(r.backend, much);
+    gpu_release(&r, registered);
+    cd_patience brief = r.patience, interrupted = r.patience;
+    brief.deadline = cd_deadline_after_ns(100 * CD_NS_PER_MS);
+    interrupted.idle = interrupt;
+    interrupted.idle_ctx = &calls;
+    CHECK_FAILS(cd_gpu_alloc(r.backend, 16, &brief, &other), CD_WAIT_EXPIRED);
+    CHECK(error_has("rank 0: an allocation on GPU 0 waited to its deadline"));
+    CHECK_FAILS(cd_gpu_alloc(r.backend, 16, &interrupted, &other), CD_INTERRUPTED);
+    let_go();
+    CHECK_OK(cd_gpu_alloc(r.backend, 16, &r.patience, &other));
+    CHECK(b->released_bytes < MUCH);
+    cd_gpu_release(r.backend, other);
+    cd_gpu_leave(&b->gpu, pushed);
+    gpu_rank_close(&r);
+}
+
 /* An older NCCL, whose abort flag cannot be raised alone: communicators do not block, calls are polled for. */
 static void check_older(void)
 {
@@ -493,13 +605,17 @@ int main(void)
         on_group(2, lonely_main);
     on_group(2, interrupted_main);
     on_group(2, slow_split_main);
+    on_group(2, broken_split_main);
+    on_group(3, broken_shrink_main);
+    check_farewell();
+    check_reclaim();
     check_older();
     gpu_group_init(&parts.whole, 4);
     for (int i = 0; i < 6; i++)
         gpu_group_init(&parts.part[i], sizes[i]);
     check_on_ranks(4, parts_main, &parts);
-    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_splits)() == 2 + 4);
-    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_shrinks)() == 1 + 2 + 2);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_splits)() == 2 + 2 + 4);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_shrinks)() == 2 + 1 + 2 + 2);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_aborts)() >= 4);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_left)() == 0);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_early_calls)() == 0);

@@ -50,7 +50,7 @@ static stream *default_streams[MAX_DEVICES];
 static stream *all_streams;
 static region *regions;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic int violations;
+static _Atomic int violations, held;
 static _Atomic long left;
 static _Thread_local int *stack[STACK];
 static _Thread_local int depth;
@@ -146,6 +146,24 @@ void fake_stream_drain(void *handle)
     while (s->first || s->busy)
         pthread_cond_wait(&s->changed, &s->lock);
     pthread_mutex_unlock(&s->lock);
+}
+
+static void stand_still(void *arg)
+{
+    (void)arg;
+    while (atomic_load(&held))
+        nanosleep(&(struct timespec){0, 50000}, 0);
+}
+
+void fake_stream_hold(void *handle)
+{
+    atomic_store(&held, 1);
+    fake_stream_push(handle, stand_still, 0);
+}
+
+void fake_streams_let_go(void)
+{
+    atomic_store(&held, 0);
 }
 
 void fake_capture_begin(void *handle)

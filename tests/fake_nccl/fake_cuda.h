@@ -11,6 +11,9 @@ void fake_capture_end(void *stream);
 int fake_capture_violations(void);
 /* Blocks until the stream has run dry. */
 void fake_stream_drain(void *stream);
+/* The stream stands still, as behind a kernel that does not end, until all are let go. */
+void fake_stream_hold(void *stream);
+void fake_streams_let_go(void);
 /* Allocations, streams and events not given back. */
 long fake_cuda_left(void);
 

@@ -86,7 +86,7 @@ static _Thread_local operation *grouped;
 static _Thread_local int grouped_count;
 static _Thread_local cd_nccl_result group_error;
 static _Atomic int failing[RANKS];
-static _Atomic int left, aborts, splits, shrinks, groups, early_calls, pulled, waiting, ids;
+static _Atomic int left, aborts, splits, shrinks, groups, early_calls, pulled, waiting, ids, broken;
 enum { DOOMED = 16, INTERNAL_ERROR = 3 };
 static _Thread_local comm *doomed[DOOMED]; /* freed at the end of the group */
 static _Thread_local int doomed_count;
@@ -278,16 +278,15 @@ cd_nccl_result ncclCommSplit(cd_nccl_comm handle, int color, int key, cd_nccl_co
         atomic_fetch_add(&c->inside, 1);
         atomic_store(&c->child, child);
         split_main(j);
-        atomic_store(&c->child, 0);
         atomic_fetch_sub(&c->inside, 1);
         child->blocking = true;
         atomic_store(&child->early, 0);
         atomic_store(&child->asked, true);
-        if (!atomic_load(&c->abort))
-            return CD_NCCL_SUCCESS;
-        atomic_store((_Atomic(cd_nccl_comm) *)out, 0);
-        free_aborted(child);
-        return INTERNAL_ERROR;
+        /* As the real one: what failed is handed out too, and the parent goes on pointing to its abort flag. */
+        if (atomic_load(&c->abort) || atomic_load(&broken))
+            return INTERNAL_ERROR;
+        atomic_store(&c->child, 0);
+        return CD_NCCL_SUCCESS;
     }
     atomic_store(&c->asked, false);
     run_detached(split_main, j);
@@ -319,13 +318,11 @@ cd_nccl_result ncclCommShrink(cd_nccl_comm handle, int *left_out, int count, cd_
     if (atomic_load(&c->abort))
         atomic_store(&child->abort, true);
     cd_nccl_result result = finish_init(child);
-    atomic_store(&c->child, 0);
     atomic_fetch_sub(&c->inside, 1);
-    if (result != CD_NCCL_SUCCESS) {
-        atomic_store((_Atomic(cd_nccl_comm) *)out, 0);
-        free_aborted(child);
-    }
-    return result;
+    if (result != CD_NCCL_SUCCESS || atomic_load(&broken))
+        return INTERNAL_ERROR;
+    atomic_store(&c->child, 0);
+    return CD_NCCL_SUCCESS;
 }
 
 cd_nccl_result ncclCommGetAsyncError(cd_nccl_comm handle, cd_nccl_result *out)
@@ -786,6 +783,11 @@ cd_nccl_result ncclCommDeregister(cd_nccl_comm comm_handle, void *handle)
 void fake_nccl_fail(int rank, int result)
 {
     atomic_store(&failing[rank], result);
+}
+
+void fake_nccl_break(int on)
+{
+    atomic_store(&broken, on);
 }
 
 int fake_nccl_left(void)

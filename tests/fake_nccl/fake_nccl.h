@@ -4,6 +4,8 @@
 
 /* The communicators of this rank of this process report `result` as their asynchronous error from now on; 0 ends it. */
 void fake_nccl_fail(int rank, int result);
+/* Communicators that are made from others come to nothing from now on; 0 ends it. */
+void fake_nccl_break(int on);
 /* Communicators that were made and neither destroyed nor aborted. */
 int fake_nccl_left(void);
 /* How often ncclCommAbort, ncclCommSplit and ncclCommShrink were called in this process. */
