@@ -7,12 +7,14 @@ import signal
 import threading
 import time
 import weakref
+from datetime import timedelta
 
 import cdist
 import fake_gpu
 import gpu_cases
 import numpy as np
 import pytest
+from cdist import _core
 from cdist.testing import run
 from tally import Tally
 
@@ -457,3 +459,113 @@ def test_memory_outlives_its_group(fakes):
         return values, there > left()
 
     assert run(body, 2, environ=fakes, check_leftovers=False) == [([3.0] * 3, True)] * 2
+
+
+class Reducer:
+    """One gradient in the fake GPU's memory, whose reducer launches as soon as it is ready."""
+
+    def __init__(self):
+        group = cdist.group.WORLD
+        _core._gpu_open(group, -1)
+        address, self.owner = _core._gpu_alloc(group, 12, True)
+        self.values = np.frombuffer((ctypes.c_char * 12).from_address(address), "float32")
+        self.values[:] = 1
+        self.reducer = _core.Reducer(group, [3], ["float32"], [0], "sum", "cuda", [address])
+        self.reducer.begin(1)
+
+    def ready(self):
+        self.reducer.ready(0)
+
+    def finish(self, xp):
+        assert self.reducer.finish(False)
+        return xp.get(fake_gpu.Array(self.values, xp.device)).tolist()
+
+
+class MissingGradient(Reducer):
+    """Launched by finish, which puts zeros in its place."""
+
+    def ready(self):
+        self.reducer.finish(True)
+
+
+class Coalesced:
+    """An all_reduce that is launched when its group ends."""
+
+    def __init__(self):
+        self.xp = fake_gpu.Module(cdist.get_rank())
+        self.array = self.xp.put(np.ones(3, "float32"))
+        _core._gpu_open(cdist.group.WORLD, -1)
+
+    def ready(self):
+        with cdist._coalescing_manager(device="cuda"):
+            cdist.all_reduce(self.array)
+
+    def finish(self, xp):
+        return xp.get(self.array).tolist()
+
+
+@pytest.mark.parametrize("launching", [Reducer, MissingGradient, Coalesced])
+def test_other_threads_go_on_while_a_launch_waits_for_the_other_rank(fakes, launching):
+    """Rank 1 comes when a thread of rank 0 has seen rank 0 wait inside NCCL, and says so."""
+
+    def body(rank, world):
+        waiting = ctypes.CDLL(fakes["CDIST_NCCL_LIB"]).fake_nccl_waiting
+        store = cdist.group.WORLD.get_group_store()
+        launch = launching()
+
+        def tell():
+            while not waiting():
+                time.sleep(0.001)
+            store.set("inside", "")
+
+        if rank == 1:
+            store.wait(["inside"], timedelta(seconds=15))
+            launch.ready()
+        else:
+            teller = threading.Thread(target=tell)
+            teller.start()
+            launch.ready()
+            teller.join()
+        return launch.finish(fake_gpu.Module(rank))
+
+    first, second = run(body, 2, environ=fakes, check_leftovers=False)
+    assert first == second == [2.0] * 3
+
+
+def test_ctrl_c_ends_a_launch_of_the_reducer(fakes):
+    def body(rank, world):
+        launch = Reducer()
+        if rank == 0:
+            with pytest.raises(KeyboardInterrupt), ctrl_c_soon():
+                launch.ready()
+        return outcome(lambda: cdist.all_reduce(np.ones(3)))
+
+    for kind, text in run(body, 2, environ=fakes, check_leftovers=False):
+        assert kind is cdist.AbortedError
+        assert "rank 0 was interrupted in all_reduce" in text
+
+
+def test_allocating_behind_work_that_does_not_end_stops_at_the_deadline(fakes):
+    """And destroying the group, and dropping the last array, go on without it."""
+
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        x = cdist.empty(1, device="cuda")
+        much = cdist.empty(300 << 20, "uint8", device="cuda")
+        xp.cuda.cuCtxPushCurrent_v2(xp.context)
+        xp.cuda.fake_stream_hold(None)
+        xp.cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        del much
+        cdist.group.WORLD.set_timeout(timedelta(seconds=0.3))
+        late = outcome(lambda: cdist.empty(1, device="cuda"))
+        cdist.group.WORLD.set_timeout(timedelta(seconds=60))
+        with pytest.raises(KeyboardInterrupt), ctrl_c_soon():
+            cdist.empty(1, device="cuda")
+        cdist.destroy_process_group()
+        del x
+        xp.cuda.fake_streams_let_go()
+        return late
+
+    ((kind, text),) = run(body, 1, environ=fakes, check_leftovers=False, timeout=25)
+    assert kind is cdist.DistTimeoutError
+    assert "rank 0: an allocation on GPU 0 waited to its deadline" in text

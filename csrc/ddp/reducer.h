@@ -65,9 +65,11 @@ void cd_reducer_set_stream(cd_reducer *reducer, void *stream);
  * operations first, within patience (in place: ends it with zeros for what is missing, so that the other ranks' finish fails).
  * Errors: CD_WAIT_EXPIRED, CD_INTERRUPTED, in place the group's. */
 cd_status cd_reducer_begin(cd_reducer *reducer, cd_step step, const cd_patience *patience);
-/* Gradient `param` lies complete in its view. Thread-safe. Errors: CD_BAD_ARGUMENT when it was ready
- * already in this step or is out of range (the caller names it); the group's. */
-cd_status cd_reducer_ready(cd_reducer *reducer, int param);
+/* Gradient `param` lies complete in its view. Thread-safe. On a GPU a launch may wait, also for other ranks, and so does another
+ * thread that comes to launch: `patience`, which may be NULL elsewhere, is that of the caller, whose idle is called meanwhile.
+ * Errors: CD_BAD_ARGUMENT when it was ready already in this step or is out of range (the caller names it); the group's;
+ * patience's. */
+cd_status cd_reducer_ready(cd_reducer *reducer, int param, const cd_patience *patience);
 /* Whether the next ready() of this parameter fills what is launched at once. For whoever alone calls ready() now. */
 bool cd_reducer_completes(const cd_reducer *reducer, int param);
 /* Calls of ready() for this parameter since begin. */
@@ -91,7 +93,7 @@ cd_status cd_reducer_gather_missing(cd_reducer *reducer, uint8_t *missing, cd_pa
 /* The parameters in the order in which they became ready in this step, for re-planning; *count_p entries. */
 const int *cd_reducer_ready_order(const cd_reducer *reducer, int *count_p);
 /* When the first piece of this step was launched (cd_now_ns); 0 if none was. */
-uint64_t cd_reducer_first_launch_ns(cd_reducer *reducer);
+uint64_t cd_reducer_first_launch_ns(const cd_reducer *reducer);
 /* Bytes and number of buckets launched since create. */
 void cd_reducer_launched(const cd_reducer *reducer, uint64_t *buckets_p, uint64_t *bytes_p);
 

@@ -54,7 +54,7 @@ struct cd_reducer {
     bool under_way;        /* a step in place of which the others know, and that has not ended */
     cd_work *meeting;      /* of finish, where it was left */
     uint64_t launched, launched_bytes;
-    uint64_t first_launch_ns; /* of this step; 0: none */
+    _Atomic uint64_t first_launch_ns; /* of this step; 0: none */
 };
 
 #endif

@@ -16,6 +16,19 @@ static char *flag_of(const cd_bucket *b)
     return b->memory->bytes > bytes ? b->memory->memory + bytes : 0;
 }
 
+/* A launch on a GPU holds the lock for as long as NCCL waits, and may want what the caller holds (Python's interpreter lock). */
+static cd_status lock(cd_reducer *r, const cd_patience *patience)
+{
+    if (!patience) {
+        pthread_mutex_lock(&r->lock);
+        return CD_OK;
+    }
+    cd_waiter waiter = cd_waiter_start(patience);
+    while (cd_unlikely(pthread_mutex_trylock(&r->lock) != 0))
+        CD_TRY(cd_waiter_turn(&waiter));
+    return CD_OK;
+}
+
 cd_status cd_reducer_begin(cd_reducer *r, cd_step step, const cd_patience *patience)
 {
     if (cd_unlikely(r->under_way)) {
@@ -47,10 +60,10 @@ cd_status cd_reducer_begin(cd_reducer *r, cd_step step, const cd_patience *patie
      * in one that it starts, so the order is the caller's; the store only keeps the counters in front of
      * `ordered`. */
     atomic_store_explicit(&r->ordered, 0, memory_order_release);
-    pthread_mutex_lock(&r->lock);
+    CD_TRY(lock(r, patience));
     r->step = step;
     r->next = r->reduced = 0;
-    r->first_launch_ns = 0;
+    atomic_store_explicit(&r->first_launch_ns, 0, memory_order_relaxed); /* a time for statistics: orders nothing */
     pthread_mutex_unlock(&r->lock);
     return CD_OK;
 }
@@ -87,7 +100,7 @@ static cd_redop redop_of(const cd_reducer *r, cd_device device, double *factor_p
     return plain ? CD_SUM : average ? CD_AVG : CD_PREMUL_SUM;
 }
 
-static cd_status issue(cd_reducer *r, const cd_bucket *b, cd_piece_of_bucket *p)
+static cd_status issue(cd_reducer *r, const cd_bucket *b, cd_piece_of_bucket *p, const cd_patience *patience)
 {
     size_t item = cd_dtype_bytes(b->dtype), count;
     char *data = memory_of(r, p, &count);
@@ -110,22 +123,22 @@ static cd_status issue(cd_reducer *r, const cd_bucket *b, cd_piece_of_bucket *p)
         .shape = {(int64_t)count},
         .stream = r->stream,
     };
-    CD_TRY(cd_group_issue(r->group, &op, cd_group_timeout_ns(r->group), &p->work));
+    CD_TRY(cd_group_issue_patiently(r->group, &op, cd_group_timeout_ns(r->group), patience, &p->work));
     cd_bucket_memory_retain(b->memory);
     cd_work_set_owner(p->work, b->memory, cd_bucket_memory_release);
     return CD_OK;
 }
 
 /* Starts the reduction of piece p; the lock is held. */
-static cd_status launch(cd_reducer *r, cd_piece_of_bucket *p)
+static cd_status launch(cd_reducer *r, cd_piece_of_bucket *p, const cd_patience *patience)
 {
     cd_bucket *b = &r->buckets[p->bucket];
     if (r->scale != 1.0 && b->device == CD_CPU)
         scale_piece(r, p);
-    if (!r->first_launch_ns)
-        r->first_launch_ns = cd_now_ns();
+    if (!atomic_load_explicit(&r->first_launch_ns, memory_order_relaxed))
+        atomic_store_explicit(&r->first_launch_ns, cd_now_ns(), memory_order_relaxed);
     if (!r->inplace)
-        CD_TRY(issue(r, b, p));
+        CD_TRY(issue(r, b, p, patience));
     r->launched += p == &r->pieces[b->first + b->pieces - 1];
     r->launched_bytes += p->count * cd_dtype_bytes(b->dtype);
     return CD_OK;
@@ -181,13 +194,13 @@ static bool is_full_bucket(const cd_reducer *r, const cd_bucket *b)
 
 /* Launches every full piece that has none unlaunched before it. Whoever fills a piece comes here after
  * filling it, so the last of them to take the lock sees all that are full: none is forgotten. */
-static cd_status launch_full(cd_reducer *r)
+static cd_status launch_full(cd_reducer *r, const cd_patience *patience)
 {
     cd_status status = CD_OK;
-    pthread_mutex_lock(&r->lock);
+    CD_TRY(lock(r, patience));
     int before = r->next;
     while (status == CD_OK && r->next < r->piece_count && is_full(&r->pieces[r->next])) {
-        status = launch(r, &r->pieces[r->next]);
+        status = launch(r, &r->pieces[r->next], patience);
         if (status == CD_OK)
             r->next++;
     }
@@ -210,7 +223,7 @@ static bool complete(cd_reducer *r, int param)
     return atomic_fetch_sub_explicit(&p->unready, 1, memory_order_acq_rel) == 1;
 }
 
-cd_status cd_reducer_ready(cd_reducer *r, int param)
+cd_status cd_reducer_ready(cd_reducer *r, int param, const cd_patience *patience)
 {
     if (cd_unlikely(param < 0 || param >= r->count))
         return cd_fail(CD_BAD_ARGUMENT, "reducer: there is no gradient %d among %d", param, r->count);
@@ -223,7 +236,7 @@ cd_status cd_reducer_ready(cd_reducer *r, int param)
         return cd_fail(CD_BAD_ARGUMENT, "reducer: gradient %d was marked ready more often than expected in this step", param);
     bool full = complete(r, param);
     if (r->step == CD_STEP_REDUCE && (full || r->inplace))
-        return launch_full(r);
+        return launch_full(r, patience);
     return CD_OK;
 }
 
@@ -265,7 +278,7 @@ static void fill_one(cd_reducer *r, int param, bool expected)
     complete(r, param);
 }
 
-cd_status cd_reducer_fill(cd_reducer *r, bool expected, int *filled_p)
+static cd_status fill(cd_reducer *r, bool expected, const cd_patience *patience, int *filled_p)
 {
     int filled = 0;
     for (int i = 0; i < r->count; i++) {
@@ -275,7 +288,12 @@ cd_status cd_reducer_fill(cd_reducer *r, bool expected, int *filled_p)
         }
     }
     *filled_p = filled;
-    return r->step == CD_STEP_REDUCE ? launch_full(r) : CD_OK;
+    return r->step == CD_STEP_REDUCE ? launch_full(r, patience) : CD_OK;
+}
+
+cd_status cd_reducer_fill(cd_reducer *r, bool expected, int *filled_p)
+{
+    return fill(r, expected, NULL, filled_p);
 }
 
 /* True when a bucket's sum says that some rank had no gradient. */
@@ -429,7 +447,7 @@ cd_status cd_reducer_finish(cd_reducer *r, bool unready_expected, const cd_patie
     if (r->step == CD_STEP_LOCAL)
         return CD_OK;
     int filled;
-    CD_TRY(cd_reducer_fill(r, unready_expected, &filled));
+    CD_TRY(fill(r, unready_expected, patience, &filled));
     if (r->step == CD_STEP_HANDOUT)
         return CD_OK;
     CD_TRY(r->under_way ? finish_inplace(r, patience) : finish_operations(r, patience));
@@ -454,12 +472,9 @@ const int *cd_reducer_ready_order(const cd_reducer *r, int *count_p)
     return r->order;
 }
 
-uint64_t cd_reducer_first_launch_ns(cd_reducer *r)
+uint64_t cd_reducer_first_launch_ns(const cd_reducer *r)
 {
-    pthread_mutex_lock(&r->lock);
-    uint64_t ns = r->first_launch_ns;
-    pthread_mutex_unlock(&r->lock);
-    return ns;
+    return atomic_load_explicit(&r->first_launch_ns, memory_order_relaxed);
 }
 
 void cd_reducer_launched(const cd_reducer *r, uint64_t *buckets_p, uint64_t *bytes_p)

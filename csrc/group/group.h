@@ -88,7 +88,7 @@ cd_status cd_group_gather_bytes(cd_group *group, const void *mine, size_t bytes,
 /* Queues op and returns; op is copied, with the lists of its blocks. `timeout_ns` counts from the start of the operation. */
 cd_status cd_group_issue(cd_group *group, const cd_op *op, uint64_t timeout_ns, cd_work **out);
 /* As cd_group_issue for an operation on a GPU, which may wait for other ranks before it returns: patience->idle is called
- * meanwhile. CD_INTERRUPTED from it aborts the group, as in cd_group_run. */
+ * meanwhile (NULL: nobody's). CD_INTERRUPTED from it aborts the group, as in cd_group_run. */
 cd_status cd_group_issue_patiently(cd_group *group, const cd_op *op, uint64_t timeout_ns, const cd_patience *patience,
                                    cd_work **out);
 /* True when cd_group_run is expected to take a few µs once all have called: the caller may keep the GIL until the first idle. */

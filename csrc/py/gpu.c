@@ -221,6 +221,7 @@ static PyObject *coalesce_end(PyObject *module, PyObject *args)
         return NULL;
     cd_py_wait wait;
     cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(cd_group_timeout_ns(group)), 1);
+    cd_py_wait_detach(&wait);
     cd_status status = gpu->ops->group_end(gpu, &patience);
     cd_py_wait_end(&wait);
     if (status == CD_OK)

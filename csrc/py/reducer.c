@@ -74,6 +74,7 @@ static int reducer_init(PyObject *object, PyObject *args, PyObject *kwargs)
             made = create_reducer(self, state, group, &spec);
         }
         self->count = spec.count;
+        self->on_gpu = where != CD_CPU;
     }
     PyMem_Free(addresses);
     PyMem_Free(sequence);
@@ -197,6 +198,8 @@ static PyObject *reducer_begin(PyObject *object, PyObject *step)
         return PyErr_Format(PyExc_ValueError, "step must be 0 (local), 1 (reduce) or 2 (hand out), not %ld", value);
     cd_py_wait wait;
     cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(cd_group_timeout_ns(self->group)), 1);
+    if (self->on_gpu)
+        cd_py_wait_detach(&wait);
     cd_status status = cd_reducer_begin(self->reducer, (cd_step)value, &patience);
     cd_py_wait_end(&wait);
     if (status != CD_OK)
@@ -269,11 +272,24 @@ int cd_py_reducer_flush(cd_py_reducer *self)
     return result;
 }
 
+/* Other threads, which may be those that the ranks wait for, go on while NCCL waits. */
+static cd_status ready_on_gpu(cd_py_reducer *self, int index)
+{
+    cd_py_wait wait;
+    cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(cd_group_timeout_ns(self->group)), 1);
+    cd_py_wait_detach(&wait);
+    cd_status status = cd_reducer_ready(self->reducer, index, &patience);
+    cd_py_wait_end(&wait);
+    return status;
+}
+
 PyObject *cd_py_reducer_mark(cd_py_reducer *self, int index)
 {
-    if (cd_unlikely(self->late_views) && cd_reducer_completes(self->reducer, index) && cd_py_reducer_flush(self) < 0)
+    bool completes = cd_unlikely(self->on_gpu || self->late_views) && cd_reducer_completes(self->reducer, index);
+    if (completes && self->late_views && cd_py_reducer_flush(self) < 0)
         return NULL;
-    cd_status status = cd_reducer_ready(self->reducer, index);
+    cd_status status =
+        completes && self->on_gpu ? ready_on_gpu(self, index) : cd_reducer_ready(self->reducer, index, NULL);
     if (cd_unlikely(status == CD_BAD_ARGUMENT))
         return raise_twice(self, index);
     if (cd_unlikely(status != CD_OK))
@@ -331,6 +347,8 @@ static PyObject *reducer_finish(PyObject *object, PyObject *expected)
         return NULL;
     cd_py_wait wait;
     cd_patience patience = cd_py_wait_begin(&wait, CD_NEVER, cd_group_size(self->group)); /* each operation has a deadline */
+    if (self->on_gpu)
+        cd_py_wait_detach(&wait);
     cd_status status = cd_reducer_finish(self->reducer, truth, &patience);
     cd_py_wait_end(&wait);
     if (status == CD_BAD_ARGUMENT)

@@ -10,6 +10,7 @@ typedef struct {
     cd_group *group;  /* borrowed from the reducer, which holds it */
     PyObject *owner;  /* the Python object whose methods the hooks call, or NULL */
     int count;
+    bool on_gpu;      /* launches may wait in NCCL: without the interpreter lock */
     cd_step step;
     char backward; /* hooks have called owner._begin_backward() for the backward pass that goes on */
     int linked;    /* gradients that hooks have made views of their buckets since begin */

@@ -79,6 +79,12 @@ cd_status cd_group_issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_w
     return CD_OK;
 }
 
+cd_status cd_group_issue_patiently(cd_group *g, const cd_op *op, uint64_t timeout_ns, const cd_patience *patience, cd_work **out)
+{
+    (void)patience;
+    return cd_group_issue(g, op, timeout_ns, out);
+}
+
 cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
 {
     (void)patience;
@@ -176,7 +182,7 @@ static void put(cd_reducer *r, int param, float value)
 {
     for (int i = 0; i <= param; i++)
         ((float *)cd_reducer_view(r, param))[i] = value;
-    CHECK_OK(cd_reducer_ready(r, param));
+    CHECK_OK(cd_reducer_ready(r, param, NULL));
 }
 
 static void check_value(cd_reducer *r, int param, float value)
@@ -336,22 +342,22 @@ static void body_errors(cd_group *g)
     cd_patience patience = {.deadline = CD_NEVER};
     cd_reducer *r = make_reducer(g, CD_REDUCE_MEAN);
     CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
-    CHECK_OK(cd_reducer_ready(r, 1));
-    CHECK_FAILS(cd_reducer_ready(r, 1), CD_BAD_ARGUMENT);
-    CHECK_FAILS(cd_reducer_ready(r, 5), CD_BAD_ARGUMENT);
-    CHECK_FAILS(cd_reducer_ready(r, -1), CD_BAD_ARGUMENT);
+    CHECK_OK(cd_reducer_ready(r, 1, NULL));
+    CHECK_FAILS(cd_reducer_ready(r, 1, NULL), CD_BAD_ARGUMENT);
+    CHECK_FAILS(cd_reducer_ready(r, 5, NULL), CD_BAD_ARGUMENT);
+    CHECK_FAILS(cd_reducer_ready(r, -1, NULL), CD_BAD_ARGUMENT);
 
     const int uses[5] = {1, 3, 1, 1, 0};
     cd_reducer_set_uses(r, uses);
     CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
     for (int i = 0; i < 3; i++)
-        CHECK_OK(cd_reducer_ready(r, 1));
-    CHECK_FAILS(cd_reducer_ready(r, 1), CD_BAD_ARGUMENT);
+        CHECK_OK(cd_reducer_ready(r, 1, NULL));
+    CHECK_FAILS(cd_reducer_ready(r, 1, NULL), CD_BAD_ARGUMENT);
 
     CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
     g->fail_at = g->issued;
-    CHECK_OK(cd_reducer_ready(r, 3));
-    CHECK_FAILS(cd_reducer_ready(r, 4), CD_PEER_LOST);
+    CHECK_OK(cd_reducer_ready(r, 3, NULL));
+    CHECK_FAILS(cd_reducer_ready(r, 4, NULL), CD_PEER_LOST);
     CHECK_FAILS(cd_reducer_finish(r, false, &patience), CD_PEER_LOST);
     cd_reducer_free(r);
 
@@ -377,7 +383,7 @@ static void *mark_share(void *arg)
     share *s = arg;
     for (int i = s->first; i < 64; i += 4) {
         *(float *)cd_reducer_view(s->reducer, i) = (float)i;
-        CHECK_OK(cd_reducer_ready(s->reducer, i));
+        CHECK_OK(cd_reducer_ready(s->reducer, i, NULL));
     }
     return 0;
 }
@@ -428,14 +434,14 @@ static void body_pieces(cd_group *g)
         CHECK_OK(cd_reducer_begin(r, CD_STEP_REDUCE, &patience));
         int before = g->issued;
         ((float *)cd_reducer_view(r, 2))[MIB - 2] = 1.0f;
-        CHECK_OK(cd_reducer_ready(r, 2));
+        CHECK_OK(cd_reducer_ready(r, 2, NULL));
         CHECK(g->issued == before);
-        CHECK_OK(cd_reducer_ready(r, 3));
+        CHECK_OK(cd_reducer_ready(r, 3, NULL));
         CHECK(g->issued == before + cuts);
         ((float *)cd_reducer_view(r, 1))[0] = 2.0f;
         if (step == 0 || g->rank)
-            CHECK_OK(cd_reducer_ready(r, 1));
-        CHECK_OK(cd_reducer_ready(r, 0));
+            CHECK_OK(cd_reducer_ready(r, 1, NULL));
+        CHECK_OK(cd_reducer_ready(r, 0, NULL));
         CHECK(cd_reducer_finish(r, false, &patience) == (step == 0 ? CD_OK : CD_BAD_ARGUMENT));
         CHECK(g->issued == before + 2 + cuts && g->counts[g->issued - 1] == 3 + 1);
         CHECK(g->counts[before] == (cuts ? MIB + 4 : 2 * MIB + 5) && (!cuts || g->counts[before + 1] == MIB + 1));
@@ -473,7 +479,7 @@ static void body_inplace(cd_group *g)
             float *view = cd_reducer_view(r, param);
             for (int k = 0; k < EACH + param; k++)
                 view[k] = (float)(param + step + 8 * g->rank + k % 7);
-            CHECK_OK(cd_reducer_ready(r, param));
+            CHECK_OK(cd_reducer_ready(r, param, NULL));
         }
         CHECK_OK(cd_reducer_finish(r, false, &patience));
         float ranks = (float)g->hub->ranks, scale = step % 3 ? 1.0f : 2.0f, divisor = step % 2 ? 4.0f : ranks;
