@@ -33,7 +33,7 @@ struct cd_server {
     pid_t pid;
     cd_secret secret;
     conn *conns;      /* newest first */
-    bool accept_paused, refuses; /* refuses: since the last connection none could be accepted, which was said */
+    bool accept_paused, refuses; /* refuses: that connections wait in vain was said */
     _Atomic int open; /* relaxed: a figure for tests */
     pthread_t thread;
     uint8_t *scratch;
@@ -330,9 +330,10 @@ static void accept_all(cd_server *s, int listener)
             pause_accept(s, true);
             return;
         }
-        if (fd < 0)
+        if (fd < 0) { /* nobody is left waiting; without free descriptors the system says that first */
+            s->refuses = false;
             return;
-        s->refuses = false;
+        }
         add_conn(s, fd);
     }
 }
