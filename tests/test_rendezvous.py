@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import cdist
+import numpy
 import pytest
 from cdist.rendezvous import find_launcher, register_rendezvous_handler, rendezvous
 from cdist.store import PrefixStore, TCPStore
@@ -122,6 +123,7 @@ def test_a_rank_that_cannot_be_is_refused_before_anybody_is_asked(monkeypatch, p
 
 SET_UP = """
 import cdist
+import numpy
 cdist.init_process_group(timeout=1)
 """
 
@@ -200,3 +202,25 @@ def test_launchers_stand_in_for_rank(monkeypatch, name):
 def test_first_host_of_slurm(monkeypatch, nodes, first):
     monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
     assert module._first_slurm_host() == first
+
+
+def test_numbers_of_numpy():
+    """Ranks, sizes and seconds are often taken from arrays."""
+    cdist.init_process_group(
+        init_method=f"tcp://127.0.0.1:{_free_port()}",
+        rank=numpy.int64(0),
+        world_size=numpy.int32(1),
+        timeout=numpy.float32(9),
+    )
+    try:
+        assert cdist.group.WORLD._timeout == 9
+        for timeout in (numpy.float32(2.5), numpy.int64(2), numpy.uint8(2), numpy.float16(2), 2):
+            cdist.barrier(timeout=timeout)
+        for timeout in ("2", b"2", [2], numpy.timedelta64(2, "s")):
+            with pytest.raises(TypeError, match="timeout must be a timedelta or a number of seconds, not "):
+                cdist.barrier(timeout=timeout)
+        with pytest.raises(ValueError, match="non-negative"):
+            cdist.barrier(timeout=numpy.float32(-1))
+        assert cdist.empty(numpy.int64(3)).shape == (3,)
+    finally:
+        cdist.destroy_process_group()

@@ -23,22 +23,17 @@ int cd_py_timeout_ns(PyObject *timeout, uint64_t default_ns, uint64_t *ns_p)
         *ns_p = default_ns;
         return 0;
     }
-    PyObject *number = NULL;
-    if (PyFloat_Check(timeout) || PyLong_Check(timeout)) {
-        number = Py_NewRef(timeout);
-    } else {
-        number = PyObject_CallMethod(timeout, "total_seconds", NULL);
-        if (!number) {
-            if (PyErr_ExceptionMatches(PyExc_AttributeError))
-                PyErr_Format(PyExc_TypeError, "timeout must be a timedelta or a number of seconds, not %s",
-                             Py_TYPE(timeout)->tp_name);
-            return -1;
-        }
-    }
-    double seconds = PyFloat_AsDouble(number);
-    Py_DECREF(number);
-    if (seconds == -1.0 && PyErr_Occurred())
+    bool is_number = PyFloat_Check(timeout) || PyLong_Check(timeout) || !PyObject_HasAttrString(timeout, "total_seconds");
+    PyObject *number = is_number ? Py_NewRef(timeout) : PyObject_CallMethod(timeout, "total_seconds", NULL);
+    if (!number)
         return -1;
+    double seconds = PyFloat_AsDouble(number); /* NumPy's numbers too, but no text */
+    Py_DECREF(number);
+    if (seconds == -1.0 && PyErr_Occurred()) {
+        if (is_number && PyErr_ExceptionMatches(PyExc_TypeError))
+            PyErr_Format(PyExc_TypeError, "timeout must be a timedelta or a number of seconds, not %s", Py_TYPE(timeout)->tp_name);
+        return -1;
+    }
     return ns_of_seconds(seconds, ns_p);
 }
 

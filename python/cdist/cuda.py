@@ -1,6 +1,7 @@
 """Memory on this rank's GPU that NCCL has registered."""
 
 import math
+from numbers import Integral
 
 import numpy
 
@@ -73,4 +74,4 @@ def empty(shape, dtype="float32", group=None) -> CudaArray:
             raise ValueError(
                 "Default process group has not been initialized, please make sure to call init_process_group."
             )
-    return CudaArray(group, (shape,) if isinstance(shape, int) else tuple(shape), dtype)
+    return CudaArray(group, (shape,) if isinstance(shape, Integral) else tuple(shape), dtype)

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from numbers import Integral, Real
 
 from cdist import _core, backends, dump_signal
 from cdist.backends import Backend, BackendConfig
@@ -66,10 +67,10 @@ def is_torchelastic_launched() -> bool:
 
 
 def _as_timeout(timeout):
-    if isinstance(timeout, timedelta) or (
-        isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    ):
+    if isinstance(timeout, timedelta):
         return timeout
+    if isinstance(timeout, Real) and not isinstance(timeout, bool):
+        return timeout if isinstance(timeout, (int, float)) else float(timeout)  # NumPy's numbers too
     raise TypeError(
         f"Expected timeout argument to be of type datetime.timedelta, or a number of seconds, got {timeout!r}"
     )
@@ -79,8 +80,8 @@ def _bind_device(device_id):
     """Check a device_id: an int, a torch device, "cuda:1", or a device of another library."""
     if device_id is None:
         return None
-    if isinstance(device_id, int):
-        index = device_id
+    if isinstance(device_id, Integral):
+        index = int(device_id)
     else:
         text = str(getattr(device_id, "type", device_id)).partition(":")[0]
         index = getattr(device_id, "index", getattr(device_id, "id", None))

@@ -1,6 +1,7 @@
 """Arrays in memory that all ranks of a host share."""
 
 import math
+from numbers import Integral
 
 import numpy
 
@@ -38,7 +39,7 @@ def empty(shape, dtype="float32", group=None, device="cpu"):
     dtype = numpy.dtype(dtype)
     if dtype.hasobject:
         raise TypeError(f"Python objects cannot lie in shared memory (dtype {dtype})")
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    shape = (shape,) if isinstance(shape, Integral) else tuple(shape)
     if group is None:
         group = _core._get_default_group()
         if group is None:

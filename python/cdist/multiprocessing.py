@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 from cdist.errors import AbortedError, DistError, PeerLostError
@@ -289,7 +290,7 @@ def start_processes(
         )
     if isinstance(args, str) or not isinstance(args, Iterable):
         raise TypeError(f"args should be a tuple of arguments, such as ({args!r},), not {args!r}")
-    if not isinstance(nprocs, int):
+    if not isinstance(nprocs, Integral):
         raise TypeError(f"nprocs should be a number of processes, not {nprocs!r}")
     if nprocs < 1:
         raise ValueError(f"nprocs should be at least 1, not {nprocs}")

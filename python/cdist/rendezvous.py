@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from numbers import Integral
 from types import SimpleNamespace
 
 from cdist import _core
@@ -79,9 +80,9 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs) -> Iter
     """
     if not isinstance(url, (str, bytes)):
         raise RuntimeError(f"`url` must be a string. {type(url)}: {url}")
-    if not isinstance(rank, int):
+    if not isinstance(rank, Integral):
         raise RuntimeError(f"`rank` must be an integer. {rank!r}")
-    if not isinstance(world_size, int):
+    if not isinstance(world_size, Integral):
         raise RuntimeError(f"`world_size` must be an integer. {world_size!r}")
     url = os.fsdecode(url)
     parts = _split(url)
