@@ -170,6 +170,18 @@ def test_parameters_of_functions():
     assert not wrong
 
 
+def test_flags_of_torchrun():
+    """Each is there, or docs/launching.md says that it is not."""
+    theirs = pytest.importorskip("torch.distributed.run").get_args_parser()
+    from cdist.launch.options import _parser
+
+    ours = {name for action in _parser()._actions for name in action.option_strings}
+    page = (ROOT / "docs" / "launching.md").read_text()
+    absent = set(re.findall(r"`(--[a-z-]+)`", page.split("but for ")[1].split(":")[0]))
+    names = {name.replace("_", "-") for action in theirs._actions for name in action.option_strings}
+    assert names - ours == absent
+
+
 def test_every_name_can_be_had():
     for name in sorted({*cdist.__all__, *dir(cdist)}):
         getattr(cdist, name)
