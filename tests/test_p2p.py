@@ -228,6 +228,35 @@ def test_sizes_must_agree(transport):
     assert run(_sizes_differ, 2, transport=transport)[1] == "ok"
 
 
+def _units_differ(rank, world):
+    seconds = np.array([90, 91], "m8[s]")
+    if rank == 0:
+        cdist.send(seconds, 1)
+        cdist.send(seconds.view(">i8"), 1)
+        return None
+    got = np.zeros(2, "m8[s]")
+    cdist.recv(got, 0)
+    assert (got == seconds).all()
+    with pytest.raises(errors.MismatchError, match="elements of bytes .* another unit, byte order or record"):
+        cdist.recv(got, 0)
+    return "ok"
+
+
+@pairs
+def test_what_bytes_mean_must_agree(transport):
+    assert run(_units_differ, 2, transport=transport)[1] == "ok"
+
+
+def test_what_bytes_mean_must_agree_in_one_call():
+    def body(rank, world):
+        with pytest.raises(ValueError, match="`output_tensor` have another unit, byte order or fields"):
+            cdist.all_gather_into_tensor(np.zeros(2, "m8[ms]"), np.ones(1, "m8[s]"))
+        cdist.barrier()
+        return "ok"
+
+    assert run(body, 2) == ["ok"] * 2
+
+
 def _layouts(rank, world):
     x = np.arange(24.0).reshape(4, 6)
     if rank == 0:

@@ -61,6 +61,8 @@ void cd_op_descriptor(const cd_op *op, cd_descriptor *out)
         .flags = (uint8_t)op->flags,
     };
     memcpy(&out->factor_bits, &factor, sizeof factor);
+    if (op->dtype == CD_BYTES)
+        out->factor_bits = op->meaning;
     for (int i = 0; i < out->ndim; i++)
         out->shape[i] = (int32_t)(op->shape[i] & INT32_MAX);
 }
@@ -76,7 +78,7 @@ uint32_t cd_op_signature(const cd_op *op)
 {
     uint64_t words = (uint64_t)op->kind | (uint64_t)op->dtype << 8 | (uint64_t)(uint16_t)op->root << 16 |
                      (uint64_t)op->item_bytes << 32;
-    uint64_t hash = mix(UINT64_C(0x2545F4914F6CDD1D), words);
+    uint64_t hash = mix(UINT64_C(0x2545F4914F6CDD1D) ^ op->meaning, words);
     if (kind_reduces(op->kind)) {
         uint64_t factor = 0;
         if (op->redop == CD_PREMUL_SUM)
@@ -124,6 +126,8 @@ static const char *differing_field(const cd_descriptor *a, const cd_descriptor *
         return "operation";
     if (a->dtype != b->dtype || a->item_bytes != b->item_bytes)
         return "dtype";
+    if (a->dtype == CD_BYTES && a->factor_bits != b->factor_bits)
+        return "unit, byte order or record";
     if (a->redop != b->redop || a->factor_bits != b->factor_bits)
         return "reduction";
     if (a->root != b->root)

@@ -116,6 +116,7 @@ typedef struct {
     cd_blocks in, out;
     size_t count;       /* elements that all ranks must agree on (see cd_op_signature) */
     uint32_t item_bytes;
+    uint32_t meaning;   /* CD_BYTES: what the caller takes the elements for, as a hash; 0: not known. Must agree as the dtype */
     int ndim;           /* the caller's shape of the tensor that must agree, for signature and texts; at most 8 are kept */
     int64_t shape[8];
     uint32_t flags;     /* CD_OP_UNEVEN: blocks may differ between ranks, so count and shape stay out of the signature */
@@ -133,13 +134,13 @@ typedef struct {
     uint32_t item_bytes;
     int16_t root;
     uint8_t kind, dtype, redop, ndim, flags, pad;
-    uint32_t factor_bits; /* of the factor as float */
+    uint32_t factor_bits; /* of the factor as float; CD_BYTES, which is never reduced: the meaning */
     int32_t shape[8];     /* cut to 31 bits: for texts; count is exact */
 } cd_descriptor;
 _Static_assert(sizeof(cd_descriptor) == 64, "one line, crosses processes");
 
 void cd_op_descriptor(const cd_op *op, cd_descriptor *out);
-/* Hash of what must agree (never 0): kind, dtype, item size, redop, factor, root, count and shape; of all but count and
+/* Hash of what must agree (never 0): kind, dtype, item size, meaning, redop, factor, root, count and shape; of all but count and
  * shape for CD_OP_UNEVEN. Cheap enough for the hot path (about 5 ns). */
 uint32_t cd_op_signature(const cd_op *op);
 /* "all_reduce(SUM) of float32 (100,), sequence 7, root 0"; returns out. */

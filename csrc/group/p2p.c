@@ -7,10 +7,21 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* In the place of a dtype's number: CD_BYTES with seven bits of their meaning. */
+#define MEANS UINT32_C(0x80)
+_Static_assert(CD_DTYPES <= MEANS && CD_BYTES == 0, "numbers of dtypes lie below");
+
 /* Both sides must agree on what an element is; the shape may differ. Never 0. */
 static uint32_t element_signature(const cd_op *op)
 {
-    return 1u + (uint32_t)op->dtype + (op->item_bytes << 8);
+    uint32_t element = op->meaning ? MEANS | (op->meaning & (MEANS - 1)) : (uint32_t)op->dtype;
+    return 1u + element + (op->item_bytes << 8);
+}
+
+static const char *element_name(uint32_t signature)
+{
+    uint32_t element = (signature - 1) & 0xFF;
+    return cd_dtype_name(element & MEANS ? CD_BYTES : (cd_dtype)element);
 }
 
 static cd_match match_of(const cd_group *g, const cd_op *op)
@@ -51,8 +62,7 @@ static const char *elements_text(uint32_t signature, size_t bytes, char *out, si
 {
     uint32_t item = (signature - 1) >> 8;
     if (signature && item)
-        snprintf(out, room, "%zu elements of %s (%zu bytes)", bytes / item, cd_dtype_name((cd_dtype)((signature - 1) & 0xFF)),
-                 bytes);
+        snprintf(out, room, "%zu elements of %s (%zu bytes)", bytes / item, element_name(signature), bytes);
     else
         snprintf(out, room, "%zu bytes", bytes);
     return out;
@@ -66,10 +76,11 @@ static cd_status describe_mismatch(const cd_group *g, const cd_op *op, const cd_
     int me = g->world->rank, other = cd_last_error()->rank;
     elements_text(element_signature(op), span->count * span->item_bytes, mine, sizeof mine);
     elements_text(xfer->their_signature, xfer->their_bytes, theirs, sizeof theirs);
-    bool sends = op->kind == CD_SEND;
-    return cd_fail_rank(CD_MISMATCH, other, "ranks disagree about a message with tag %lld: rank %d sends %s, rank %d receives %s",
+    bool sends = op->kind == CD_SEND, alike = strcmp(mine, theirs) == 0;
+    return cd_fail_rank(CD_MISMATCH, other,
+                        "ranks disagree about a message with tag %lld: rank %d sends %s, rank %d receives %s%s",
                         (long long)op->tag, sends ? me : other, sends ? mine : theirs, sends ? other : me,
-                        sends ? theirs : mine);
+                        sends ? theirs : mine, alike ? " of another unit, byte order or record" : "");
 }
 
 static cd_status name_message(const cd_group *g, const cd_op *op)

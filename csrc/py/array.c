@@ -54,6 +54,24 @@ static cd_dtype dtype_of_descr(const PyArray_Descr *descr, size_t bytes, bool *s
     return dtype_of_name(descr->typeobj->tp_name);
 }
 
+/* What bytes mean to NumPy, as a hash (FNV-1a, public domain): unit, byte order, fields. 0 for types of other libraries, whose
+ * arrays may come here under more than one name. */
+static int set_meaning(PyArray_Descr *descr, cd_py_array *out)
+{
+    out->meaning = 0;
+    if (cd_likely(out->dtype != CD_BYTES) || descr->type_num >= NPY_USERDEF)
+        return 0;
+    PyObject *text = PyDataType_HASFIELDS(descr) ? PyObject_Str((PyObject *)descr)
+                                                 : PyObject_GetAttrString((PyObject *)descr, "str");
+    const char *c = text ? PyUnicode_AsUTF8(text) : NULL;
+    uint32_t hash = UINT32_C(2166136261);
+    for (const char *at = c; at && *at; at++)
+        hash = (hash ^ (uint8_t)*at) * UINT32_C(16777619);
+    Py_XDECREF(text);
+    out->meaning = hash ? hash : 1;
+    return c ? 0 : -1;
+}
+
 static int refuse_objects(PyArray_Descr *descr, const char *name)
 {
     if (!PyDataType_REFCHK(descr))
@@ -147,6 +165,8 @@ static int read_numpy(PyArrayObject *array, const char *name, cd_py_array *out)
     out->span.data = PyArray_DATA(array);
     out->span.item_bytes = (uint32_t)PyArray_ITEMSIZE(array);
     out->dtype = dtype_of_descr(descr, out->span.item_bytes, &out->swapped);
+    if (cd_unlikely(set_meaning(descr, out) < 0))
+        return -1;
     out->device = CD_CPU;
     out->writable = PyArray_ISWRITEABLE(array);
     out->ndim = ndim;
@@ -313,6 +333,7 @@ int cd_py_array_read(cd_py_state *state, PyObject *object, const char *name, cd_
     out->object = object;
     out->keep = NULL;
     out->swapped = false;
+    out->meaning = 0;
     out->device_index = 0;
     out->stream = NULL;
     int result;

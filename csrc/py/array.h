@@ -17,6 +17,7 @@ typedef struct {
     int device_index;
     bool writable;
     bool swapped;      /* bytes of the other order: may be moved, not reduced (dtype is CD_BYTES) */
+    uint32_t meaning;  /* as in cd_op */
     int ndim;
     void *stream;      /* CUDA: the caller's current stream */
     int64_t shape[CD_MAX_DIMS];

@@ -43,6 +43,7 @@ static int check_kind(cd_py_call *call, const cd_py_array *array, const char *na
         call->is_typed = true;
         op->dtype = array->dtype;
         op->item_bytes = array->span.item_bytes;
+        op->meaning = array->meaning;
         op->device = array->device;
         op->stream = array->stream;
         op->gpu = array->device == CD_CUDA && array->device_index >= 0 ? array->device_index + 1 : 0;
@@ -53,6 +54,12 @@ static int check_kind(cd_py_call *call, const cd_py_array *array, const char *na
                      "%s: Invalid usage of tensors with different dtypes: found %s (%u bytes) and, in `%s`, %s (%u bytes)",
                      call->function, cd_dtype_name(op->dtype), op->item_bytes, name, cd_dtype_name(array->dtype),
                      array->span.item_bytes);
+        return -1;
+    }
+    if (array->meaning != op->meaning) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: Invalid usage of tensors with different dtypes: the elements of `%s` have another unit, byte order or "
+                     "fields than those before", call->function, name);
         return -1;
     }
     if (array->device != op->device) {

@@ -31,7 +31,8 @@ int cd_py_timeout_ns(PyObject *timeout, uint64_t default_ns, uint64_t *ns_p)
     Py_DECREF(number);
     if (seconds == -1.0 && PyErr_Occurred()) {
         if (is_number && PyErr_ExceptionMatches(PyExc_TypeError))
-            PyErr_Format(PyExc_TypeError, "timeout must be a timedelta or a number of seconds, not %s", Py_TYPE(timeout)->tp_name);
+            PyErr_Format(PyExc_TypeError, "timeout must be a timedelta or a number of seconds, not %s",
+                         Py_TYPE(timeout)->tp_name);
         return -1;
     }
     return ns_of_seconds(seconds, ns_p);
