@@ -101,7 +101,7 @@ bench: $(VENV)/.installed-bench        ## the benchmarks, competitors in the sam
 	$(MAKE) -s -C tests/c OUT=../../build/c ../../build/c/bench_coll_shm
 	$(PY) benchmarks/collectives.py --out build/bench --ranks 2 --raw build/c/bench_coll_shm --limit-s $(BENCH_SECONDS)
 
-test-gpu:       ## the suite for real GPUs (two of one host), compute-sanitizer included
+test-gpu:       ## the suite for real GPUs (two of one host; with one, a part), compute-sanitizer included
 	PY=$(PY) tests/gpu/run.sh test
 
 bench-gpu:      ## cdist beside torch.distributed and raw NCCL on real GPUs

@@ -1,6 +1,7 @@
 """cdist beside torch.distributed and NCCL in a C loop, on the GPUs of one host, in the same processes.
 
     python benchmarks/gpu.py [--ranks 2] [--raw build/gpu/nccl_raw.so] [--out FOLDER] [--only small,big,ddp]
+    python benchmarks/gpu.py --ranks 1 --only small …     what one GPU can tell
 
 Writes gpu.json and gpu.txt. Every figure is the median over rounds; times of a rank are of rank 0. The part
 `profile` (not in the default) says where a DDP step's time goes.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs real GPUs: builds the tree in place, runs the suite, compute-sanitizer over the kernels, the benchmarks.
-# On two H200s the suite takes five minutes, the rest two. Each step has its own limit; all output is in $OUT/run.log; a failed
+# On two H200s the suite takes five minutes, the rest two; with one GPU most of it is skipped. Each step has its own limit; all output is in $OUT/run.log; a failed
 # step does not stop the others.
 #   OUT=folder tests/gpu/run.sh [all|test|bench]
 cd "$(dirname "$0")/../.." || exit 1
