@@ -312,6 +312,66 @@ def test_leaves_of_other_kinds():
     run(body, 2)
 
 
+def test_other_kinds_of_dicts_come_back_as_they_were():
+    from collections import OrderedDict, defaultdict
+
+    class Named(dict):
+        """A dict that wants other arguments than items."""
+
+        def __init__(self, name):
+            self.name = name
+
+    def nest(value):
+        named = Named("layer")
+        named["w"] = np.full(2, value)
+        lists = defaultdict(list)
+        lists["b"].append(np.full(1, value))
+        return OrderedDict(z=named, a=lists)
+
+    def body(rank, world):
+        out = cdist.GradientReducer(nest(0.0)).reduce(nest(float(rank)))
+        assert list(out) == ["z", "a"]
+        assert (type(out["z"]), out["z"].name, out["z"]["w"].tolist()) == (Named, "layer", [0.5, 0.5])
+        assert out["a"]["more"] == []
+        assert out["a"]["b"][0] == 0.5
+
+    run(body, 2)
+
+
+def test_numbers_of_the_other_byte_order():
+    class Layer:
+        def __init__(self):
+            self.w = cdist.Parameter(np.zeros(2, ">f4"))
+
+        def named_parameters(self):
+            return [("w", self.w)]
+
+    def body(rank, world):
+        gradient = np.full(2, rank + 1, ">f4")
+        assert cdist.GradientReducer(np.zeros(2, ">f4")).reduce(gradient) is gradient
+        assert gradient.tolist() == [1.5, 1.5]
+        ddp = cdist.DistributedDataParallel(Layer())
+        ddp.module.w.accumulate_grad(np.full(2, rank + 1, ">f4"))
+        assert ddp.module.w.grad.tolist() == [1.5, 1.5]
+
+    run(body, 2)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"w": np.zeros(2), "step": 3}, r"\['step'\] is of int64.*put None in its place"),
+        ([object()], r"\[0\] is no array of numbers.*dicts, lists and tuples"),
+    ],
+)
+def test_what_is_no_gradient_says_what_to_do(params, text):
+    def body(rank, world):
+        with pytest.raises(TypeError, match=text):
+            cdist.GradientReducer(params)
+
+    run(body, 1)
+
+
 def test_weights_give_the_exact_global_mean():
     """K151: batches of 3 and 5 give the gradient of 8 samples."""
     rng = np.random.default_rng(0)

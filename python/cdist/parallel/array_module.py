@@ -103,12 +103,13 @@ class ArrayDataParallel(Joinable):
             raise TypeError("a module's parameters are either all cdist.Parameter or none is")
         gpu = same_place([(name, p.data) for name, p in trainable])
         data = [to_numpy(p.data) if gpu is None else facts_of(p.data) for _, p in trainable]
-        for name, d in zip(self._names, data, strict=True):
+        self._dtypes = [
             check_dtype(f"DistributedDataParallel: parameter {name!r}", d.dtype)
+            for name, d in zip(self._names, data, strict=True)
+        ]
         gradients = [Gradient.of(name, d) for name, d in zip(self._names, data, strict=True)]
         self._gpu = None if gpu is None else GpuBuckets(self.process_group, gpu)
         self._shapes = [d.shape for d in data]
-        self._dtypes = [d.dtype for d in data]
         self._has_grad = [False] * len(trainable)
         self._fresh = [False] * len(trainable)
         self._unsynced = False

@@ -6,7 +6,7 @@ import numpy as np
 
 import cdist
 from cdist.parallel.gpu_buckets import GpuBuckets, empty, facts_of, framework_of, is_on_gpu, same_place
-from cdist.parallel.parameter import as_kind_of, check_dtype, is_written_through, to_numpy
+from cdist.parallel.parameter import as_kind_of, check_dtype, dict_like, is_written_through, to_numpy
 from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_caps
 from cdist.parallel.verify import agree_on_parameters
 
@@ -34,9 +34,7 @@ def flatten(tree, path=""):
 def rebuild(tree, leaves):
     """Return the same nest with other leaves, taken from an iterator in the order of :func:`flatten`."""
     if isinstance(tree, dict):
-        new = {key: rebuild(tree[key], leaves) for key in _sorted_keys(tree)}
-        ordered = {key: new[key] for key in tree}
-        return ordered if type(tree) is dict else type(tree)(ordered)
+        return dict_like(tree, {key: rebuild(tree[key], leaves) for key in _sorted_keys(tree)})
     if isinstance(tree, (list, tuple)):
         parts = [rebuild(part, leaves) for part in tree]
         if hasattr(tree, "_fields"):
@@ -111,10 +109,11 @@ class GradientReducer:
         arrays = [to_numpy(leaf) if gpu is None else facts_of(leaf) for _, leaf in leaves]
         self._names = [name for name, _ in leaves]
         self._frameworks = [framework_of(leaf) for _, leaf in leaves]
-        for name, array in zip(self._names, arrays, strict=True):
-            check_dtype(f"GradientReducer: {name}", array.dtype)
         self._shapes = [array.shape for array in arrays]
-        self._dtypes = [array.dtype for array in arrays]
+        self._dtypes = [
+            check_dtype(f"GradientReducer: {name}", array.dtype)
+            for name, array in zip(self._names, arrays, strict=True)
+        ]
         where = "" if gpu is None else " on a GPU"
         if init_sync:
             agree_on_parameters(
@@ -132,6 +131,7 @@ class GradientReducer:
             order=order,
             device="cpu" if gpu is None else "cuda",
             memory=self._gpu and self._gpu.allocate,
+            what="cdist.GradientReducer",
         )
         reducer = self._sync.reducer
         if self._gpu:

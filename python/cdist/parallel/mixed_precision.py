@@ -1,19 +1,11 @@
 """Mixed precision as an argument of DistributedDataParallel over torch modules."""
 
-import torch
+from cdist.parallel.torch_parts import map_tensors
 
 
 def cast_floats(value, dtype):
     """Return the nest of lists, tuples and dicts with its floating point tensors cast."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floats(part, dtype) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(cast_floats(part, dtype) for part in value)
-    if isinstance(value, dict):
-        return type(value)((key, cast_floats(part, dtype)) for key, part in value.items())
-    return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 class LowPrecision:

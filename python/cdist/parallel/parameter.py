@@ -1,5 +1,7 @@
 """Parameters whose values are arrays, and how arrays of any kind are told apart and filled."""
 
+import copy
+
 import numpy as np
 
 import cdist
@@ -87,6 +89,16 @@ class Parameter:
         return f"Parameter({self.name or ''}{': ' if self.name else ''}{self.data.dtype} {self.data.shape})"
 
 
+def dict_like(old, values):
+    """Return a dict of the kind of `old`, with its keys in their order and with these values of theirs."""
+    if type(old) is dict:
+        return {key: values[key] for key in old}
+    new = copy.copy(old)  # a kind may want other arguments than items, as defaultdict does
+    for key in old:
+        new[key] = values[key]
+    return new
+
+
 def unique_parameters(module, ignored=()):
     """(name, parameter) of each distinct parameter, under its first name."""
     seen, found = set(), []
@@ -127,9 +139,23 @@ def is_written_through(value, array):
 
 
 def check_dtype(what, dtype):
-    """Raise TypeError unless gradients can be of this dtype (NumPy's, or its name)."""
-    if str(dtype) != "bfloat16" and np.dtype(dtype).kind not in "fc":
-        raise TypeError(f"{what} is of {dtype}; gradients are real or complex floats")
+    """Return the dtype (NumPy's, or its name) in the byte order of this machine, in which sums are taken.
+
+    TypeError unless gradients can be of it.
+    """
+    if isinstance(dtype, str):
+        kind = "f" if dtype == "bfloat16" else np.dtype(dtype).kind
+    else:
+        dtype = dtype.newbyteorder("=")
+        kind = "f" if dtype.name == "bfloat16" else dtype.kind
+    if kind == "O":
+        raise TypeError(f"{what} is no array of numbers: gradients come in dicts, lists and tuples of arrays")
+    if kind not in "fc":
+        raise TypeError(
+            f"{what} is of {dtype}; gradients are real or complex floats: leave out what is not trained, or "
+            "put None in its place"
+        )
+    return dtype
 
 
 def broadcast_array(holder, attribute, group, src=0):

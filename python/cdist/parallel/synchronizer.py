@@ -59,7 +59,7 @@ class Synchronizer:
 
     Life of a step: ``begin(step)`` → ``reducer.ready(i)`` for each gradient → ``finish()``. The object that
     owns it gives three callables: ``on_backward()`` is called by a hook that finds no step going on (true: go
-    on), ``on_bucket(k)`` when bucket k is full in a step of kind HAND_OUT.
+    on), ``on_bucket(k)`` when bucket k is full in a step of kind HAND_OUT. `what`: its name, for errors.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Synchronizer:
         order=None,
         on_backward=None,
         on_bucket=None,
+        what="cdist.nn.parallel.DistributedDataParallel",
     ):
         if reduce not in MODES:
             raise ValueError(f"reduce must be one of {', '.join(MODES)}, not {reduce!r}")
@@ -85,6 +86,7 @@ class Synchronizer:
         self.memory = memory
         self.on_backward = on_backward
         self.on_bucket = on_bucket
+        self.what = what
         self.divisor = None
         self.uses = None
         self.weight = None
@@ -255,8 +257,8 @@ class Synchronizer:
             "Expected to have finished reduction in the prior iteration before starting a new one. This "
             "error indicates that your module has parameters that were not used in producing loss. You can "
             "enable unused parameter detection by passing the keyword argument `find_unused_parameters=True` "
-            "to `cdist.nn.parallel.DistributedDataParallel`, and "
-            "by making sure all `forward` function outputs participate in calculating loss. " + " ".join(said)
+            f"to `{self.what}`, and by making sure all `forward` function outputs participate in calculating "
+            "loss. " + " ".join(said)
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 import cdist
+from cdist.parallel.parameter import dict_like
 
 
 def untraced(method):
@@ -129,17 +130,22 @@ def index_of(device):
     return device if isinstance(device, int) else torch.device(device).index
 
 
+def map_tensors(function, value):
+    """Return the nest of lists, tuples and dicts with `function` applied to each of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(function, part) for part in value)
+    if isinstance(value, dict):
+        return dict_like(value, {key: map_tensors(function, part) for key, part in value.items()})
+    return value
+
+
 def to_device(value, device):
     """Move the tensors in nests of lists, tuples and dicts to a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(part, device) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(part, device) for part in value)
-    if isinstance(value, dict):
-        return type(value)((key, to_device(part, device)) for key, part in value.items())
-    return value
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def all_reduce_max(values, group):
