@@ -7,21 +7,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* In the place of a dtype's number: CD_BYTES with seven bits of their meaning. */
-#define MEANS UINT32_C(0x80)
-_Static_assert(CD_DTYPES <= MEANS && CD_BYTES == 0, "numbers of dtypes lie below");
+/* Marks a signature that is the meaning of bytes, their size included, and no dtype with its size. */
+#define MEANS (UINT32_C(1) << 31)
 
 /* Both sides must agree on what an element is; the shape may differ. Never 0. */
 static uint32_t element_signature(const cd_op *op)
 {
-    uint32_t element = op->meaning ? MEANS | (op->meaning & (MEANS - 1)) : (uint32_t)op->dtype;
-    return 1u + element + (op->item_bytes << 8);
-}
-
-static const char *element_name(uint32_t signature)
-{
-    uint32_t element = (signature - 1) & 0xFF;
-    return cd_dtype_name(element & MEANS ? CD_BYTES : (cd_dtype)element);
+    return op->meaning ? op->meaning | MEANS : 1u + (uint32_t)op->dtype + (op->item_bytes << 8);
 }
 
 static cd_match match_of(const cd_group *g, const cd_op *op)
@@ -61,8 +53,9 @@ static void post(cd_group *g, const cd_op *op, cd_xfer *xfer, void *packed, bool
 static const char *elements_text(uint32_t signature, size_t bytes, char *out, size_t room)
 {
     uint32_t item = (signature - 1) >> 8;
-    if (signature && item)
-        snprintf(out, room, "%zu elements of %s (%zu bytes)", bytes / item, element_name(signature), bytes);
+    if (signature && !(signature & MEANS) && item)
+        snprintf(out, room, "%zu elements of %s (%zu bytes)", bytes / item, cd_dtype_name((cd_dtype)((signature - 1) & 0xFF)),
+                 bytes);
     else
         snprintf(out, room, "%zu bytes", bytes);
     return out;

@@ -211,6 +211,8 @@ int cd_py_array_set_dtype(PyObject *dtype, const char *name, cd_py_array *out)
     int result = refuse_objects(descr, name);
     out->span.item_bytes = (uint32_t)PyDataType_ELSIZE(descr);
     out->dtype = dtype_of_descr(descr, out->span.item_bytes, &out->swapped);
+    if (result == 0)
+        result = set_meaning(descr, out);
     Py_DECREF(descr);
     return result;
 }
