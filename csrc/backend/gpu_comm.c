@@ -292,13 +292,11 @@ static cd_status name_late(cd_status status, const char *what)
 static void drop_derived(venture *v)
 {
     cd_error kept = *cd_last_error();
-    cd_deadline limit = cd_deadline_after_ns(RAISE_NS);
+    cd_patience patience = {.deadline = cd_deadline_after_ns(RAISE_NS)};
     if (!v->begun)
         return;
     stop_derive(v);
-    while (!atomic_load_explicit(&v->parent->raised, memory_order_acquire) && !cd_deadline_passed(limit))
-        cd_sleep_ns(CD_NS_PER_MS);
-    if (atomic_load_explicit(&v->parent->raised, memory_order_acquire))
+    if (cd_wait_at_least(&v->parent->raised, 1, -1, &patience) == CD_OK)
         drop_venture(v);
     cd_fail_with(&kept);
 }
@@ -358,7 +356,7 @@ void cd_gpu_abort_comm(cd_gpu_backend *b)
     cd_log_about("gpu", "rank %d aborts its communicator", b->rank);
     if (raise_flag(b, comm)) {
         /* Release: who sees it comes after NCCL's last look at what is made from this communicator. */
-        atomic_store_explicit(&b->raised, true, memory_order_release);
+        atomic_store_explicit(&b->raised, 1, memory_order_release);
         wait_outside(b, CD_NEVER);
         b->nccl.group_end();
     } else {

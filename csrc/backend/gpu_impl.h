@@ -81,7 +81,7 @@ struct cd_gpu_backend {
     _Atomic uint64_t visits;       /* how often somebody went in */
     _Atomic(cd_nccl_comm) comm; /* NULL: aborted or closed; taken out before it is aborted */
     _Atomic bool aborted;       /* set before the abort begins: what ends after that is not to be trusted */
-    _Atomic bool raised;        /* set when NCCL's abort flag is up */
+    _Atomic uint64_t raised;    /* 1: NCCL's abort flag is up */
     _Atomic bool broken;        /* an operation failed half-way: the communicator can only be aborted */
     _Atomic bool closed;
     cd_cu_stream stream;        /* of asynchronous operations */

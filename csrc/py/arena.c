@@ -53,7 +53,10 @@ static PyObject *make_block(PyObject *module, PyObject *args)
     cd_py_block *self = (cd_py_block *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
-    cd_status status = cd_arena_alloc(arena, (size_t)bytes, &self->data);
+    cd_status status;
+    Py_BEGIN_ALLOW_THREADS /* the kernel fills huge pages with zeros: some ms for each 64 MiB */
+    status = cd_arena_alloc(arena, (size_t)bytes, &self->data);
+    Py_END_ALLOW_THREADS
     if (status != CD_OK) {
         Py_DECREF(self);
         return cd_py_raise_from(state, status, "empty");
