@@ -32,7 +32,7 @@ def documented():
     for line in (ROOT / "docs/torch-names.md").read_text().splitlines():
         if line.startswith("#"):
             rows = sections.setdefault(line.lstrip("# "), {})
-        elif match := re.fullmatch(r"\| `(\w+)` \| (.+) \|", line):
+        elif match := re.fullmatch(r"\| `([\w.]+)` \| (.+) \|", line):
             rows[match[1]] = match[2]
     return sections
 
@@ -91,6 +91,14 @@ def test_methods(name):
         ("torch.nn.parallel", "cdist.nn.parallel"),
         ("torch.multiprocessing", "cdist.multiprocessing"),
         ("torch.utils.data.distributed", "cdist.utils.data.distributed"),
+        (
+            "torch.distributed.algorithms.model_averaging.averagers",
+            "cdist.algorithms.model_averaging.averagers",
+        ),
+        ("torch.distributed.algorithms.model_averaging.utils", "cdist.algorithms.model_averaging.utils"),
+        ("torch.distributed.algorithms.join", "cdist.algorithms.join"),
+        ("torch.distributed.optim", "cdist.optim"),
+        ("torch.distributed.elastic.multiprocessing.errors", "cdist.elastic.multiprocessing.errors"),
     ],
 )
 def test_module(theirs, ours):
@@ -120,6 +128,34 @@ def test_modules_of_torch_distributed():
     ours = {module.name for module in pkgutil.iter_modules(cdist.__path__)}
     reasons = documented()["modules of torch.distributed"]
     assert {name for name in theirs if not name.startswith("_")} - ours == set(reasons)
+
+
+def test_modules_inside_of_torch_distributed():
+    """Each import path is there, or docs/torch-names.md says why not and what to do."""
+    pytest.importorskip("torch.distributed", reason="torch comes with EXTRAS in .ci/run")
+    reasons = documented()["modules further inside of torch.distributed"]
+    outside = documented()["modules of torch.distributed"]
+    explained, there, missing = set(), set(), set()
+    for module in pkgutil.iter_modules(importlib.import_module("torch.distributed").__path__):
+        if not module.ispkg or module.name.startswith("_") or module.name in outside:
+            continue
+        package = importlib.import_module(f"torch.distributed.{module.name}")
+        for inner in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            path = inner.name.split(".")[2:]
+            heads = {".".join(path[:end]) for end in range(len(path) + 1)} & set(reasons)
+            explained |= heads
+            if any(part.startswith("_") for part in path):
+                continue
+            try:
+                found = importlib.util.find_spec(".".join(["cdist", *path])) is not None
+            except ModuleNotFoundError:
+                found = False
+            (there if found else set()).update(heads)
+            if not found and not heads:
+                missing.add(".".join(path))
+    assert not missing
+    assert not there, "explained as missing, and there"
+    assert explained == set(reasons)
 
 
 def _own(cls):

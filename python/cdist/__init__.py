@@ -195,6 +195,7 @@ _LAZY_MODULES = frozenset(
         "multiprocessing",
         "nn",
         "objects",
+        "optim",
         "p2p",
         "parallel",
         "recorder",

@@ -6,7 +6,7 @@ import warnings
 
 from cdist import backends
 from cdist.backends import Backend, BackendConfig
-from cdist.groups import _as_timeout, _default, _registered, _registry, get_rank, get_world_size
+from cdist.groups import _as_timeout, _default, _registered, _registry, get_process_group_ranks, get_rank
 from cdist.process_group import GroupMember, ProcessGroup
 
 __all__ = ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "shrink_group"]
@@ -109,7 +109,9 @@ def _accelerators() -> int:
 
 
 def new_subgroups(group_size=None, group=None, timeout=None, backend=None, pg_options=None, group_desc=None):
-    """Cut the default group in consecutive groups of `group_size` ranks (None: as many as a host has GPUs).
+    """Cut a group (None: the default one) in groups of `group_size` consecutive ranks of it.
+
+    Its members alone call it. `group_size` None: as many as a host has GPUs.
 
     Returns:
         (the group of this rank, list of all groups; −100 stands for those of others).
@@ -123,12 +125,13 @@ def new_subgroups(group_size=None, group=None, timeout=None, backend=None, pg_op
             )
     if group_size <= 0:
         raise ValueError(f"The arg 'group_size' ({group_size}) must be positive")
-    size = get_world_size()
+    members = get_process_group_ranks(group)
+    size = len(members)
     if group_size > size:
         raise ValueError(f"The arg 'group_size' ({group_size}) must not exceed the world size ({size})")
     if size % group_size:
         raise ValueError(f"The world size ({size}) must be divisible by 'group_size={group_size}'")
-    lists = [list(range(first, first + group_size)) for first in range(0, size, group_size)]
+    lists = [members[first : first + group_size] for first in range(0, size, group_size)]
     return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
 
 

@@ -1,0 +1,1 @@
+"""Averages of models instead of gradients, under the paths that torch has."""
