@@ -1,5 +1,6 @@
 """DistributedDataParallel and torch.compile: outside, inside and around both passes."""
 
+import shutil
 import warnings
 
 import numpy as np
@@ -86,3 +87,28 @@ def test_compiled_training_has_the_same_bits_and_compiles_once(make, backend, wh
         assert 0 < early == late
 
     run(body, 2, timeout=240)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch's Inductor needs a C++ compiler: g++")
+def test_inductor_trains_as_without_it(tmp_path):
+    """Its kernels add up otherwise, so the last bits may differ; it compiles once."""
+    import torch._dynamo  # once here rather than in every forked rank
+    import torch._inductor.compile_fx
+    import torch._inductor.config
+
+    def body(rank, world):
+        torch.set_num_threads(1)
+        torch._inductor.config.compile_threads = 1
+        warnings.simplefilter("ignore")
+        for make, whole, kwargs in (
+            (outside, False, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+            (inside, False, {"static_graph": True}),
+            (hooked, True, {}),
+        ):
+            reference, _ = train(plain, rank, world, **kwargs)
+            compiled, (early, late) = train(make, rank, world, "inductor", whole, **kwargs)
+            for ours, expected in zip(compiled, reference, strict=True):
+                np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+            assert 0 < early == late
+
+    run(body, 2, timeout=240, environ={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})

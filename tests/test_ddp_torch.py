@@ -7,6 +7,7 @@ import inspect
 import os
 import pickle
 import tempfile
+import warnings
 
 import numpy as np
 import pytest
@@ -277,6 +278,23 @@ def test_outputs_that_have_no_part_in_the_loss_equal_torch(views):
         return [*numbers(ddp), np.array(gone)]
 
     compare(2, Heads, train, {"find_unused_parameters": True, "gradient_as_bucket_view": views})
+
+
+def test_a_search_for_unused_parameters_under_a_static_graph_is_told():
+    def body(rank, world):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cdist.DistributedDataParallel(small(), static_graph=True)
+            ddp = cdist.DistributedDataParallel(small(), find_unused_parameters=True)
+        for make in (
+            lambda: cdist.DistributedDataParallel(small(), static_graph=True, find_unused_parameters=True),
+            lambda: ddp._set_static_graph(),
+        ):
+            with pytest.warns(UserWarning, match="You passed find_unused_parameters") as caught:
+                make()
+            assert [warning.filename for warning in caught] == [__file__]
+
+    run(body, 1)
 
 
 def test_a_graph_that_is_not_static_is_told():

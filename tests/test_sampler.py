@@ -370,6 +370,31 @@ def test_forgotten_set_epoch_warns_once():
             list(quiet)
 
 
+def test_an_evaluation_twice_in_an_epoch_is_no_forgotten_set_epoch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = DistributedSampler(10, 2, 0)
+        for epoch in range(2):
+            told.set_epoch(epoch)
+            list(told)
+            list(told)
+        evaluated = DistributedSampler(10, 2, 0)
+        for off in (torch.no_grad, torch.inference_mode):
+            with off():
+                list(evaluated)
+                list(evaluated)
+        list(evaluated)  # the first pass of a training
+        with torch.no_grad():
+            list(evaluated)
+    with pytest.warns(UserWarning, match="set_epoch"):
+        list(evaluated)
+    resumed = DistributedSampler(10, 2, 0)
+    resumed.load_state_dict({"epoch": 1, "seed": 0, "consumed": 0})
+    list(resumed)
+    with pytest.warns(UserWarning, match="set_epoch"):
+        list(resumed)
+
+
 def test_pickle_and_copy():
     sampler = DistributedSampler(20, 2, 1, seed=3, pad=False)
     sampler.set_epoch(2)

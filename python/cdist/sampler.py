@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import sys
 import warnings
 
 import numpy as np
@@ -71,6 +72,8 @@ class DistributedSampler:
         self.seed = int(seed)
         self._loaded = 0  # positions of the stream that were used up when load_state_dict was called
         self._pass = None  # the latest pass of this epoch
+        self._training = None  # the latest that may have been for training
+        self._knows_epochs = False  # set_epoch was called
         self._warned = False
         self._set = {}  # numbers that a subclass with an __iter__ of its own has set
         # Checks rank and num_replicas, and that the data set has a length; that of a stream may be unknown.
@@ -132,6 +135,8 @@ class DistributedSampler:
             iterator = _StreamIterator(self._share(first))
         self._loaded = first
         self._pass = _Pass(iterator, first)
+        if _may_train():
+            self._training = self._pass
         return iterator
 
     def indices(self):
@@ -173,10 +178,11 @@ class DistributedSampler:
 
         Another epoch than the present one also ends the effect of ``load_state_dict``.
         """
+        self._knows_epochs = True
         epoch = int(epoch)
         if epoch != self.epoch:
             self._loaded = 0
-            self._pass = None
+            self._pass = self._training = None
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -210,10 +216,12 @@ class DistributedSampler:
         epoch, seed, consumed = int(state["epoch"]), int(state["seed"]), int(state["consumed"])
         if consumed < 0:
             raise ValueError(f"DistributedSampler: 'consumed' should not be negative, not {consumed}")
+        knew = self._knows_epochs
         self.set_epoch(epoch)
+        self._knows_epochs = knew  # to resume is not to set each epoch
         self.seed = seed
         self._loaded = consumed
-        self._pass = None
+        self._pass = self._training = None
 
     def _warn_of_own_numbers(self):
         if self.num_replicas > 1 and getattr(self.sampler, "generator", self) is None:
@@ -226,8 +234,11 @@ class DistributedSampler:
             )
 
     def _warn_of_same_order(self):
-        last = self._pass
+        """Where nothing was told of epochs; an evaluation, and who sets them, may go over one twice."""
+        last = self._training
         if last is None or self._warned or self.sampler is not None or not self.shuffle:
+            return
+        if self._knows_epochs or not _may_train():
             return
         if last.is_done() and last.iterator.count > 0:
             self._warned = True
@@ -240,7 +251,13 @@ class DistributedSampler:
 
     def __getstate__(self):
         """Leave the pass behind: a copy starts it anew."""
-        return {**self.__dict__, "_pass": None, "_loaded": self._first}
+        return {**self.__dict__, "_pass": None, "_training": None, "_loaded": self._first}
+
+
+def _may_train():
+    """Tell that no gradients are switched off: under torch.no_grad() a pass is an evaluation."""
+    torch = sys.modules.get("torch")
+    return torch is None or not hasattr(torch, "is_grad_enabled") or torch.is_grad_enabled()
 
 
 class _Pass:

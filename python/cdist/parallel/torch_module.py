@@ -156,6 +156,7 @@ class TorchDataParallel(
         self._times = StepTimes()
         self._set_up_precision()
         self._adopt(trainable)
+        self._warn_of_needless_search(4)
 
     def _set_up_precision(self):
         self._low = None

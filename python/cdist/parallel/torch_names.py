@@ -1,5 +1,7 @@
 """DistributedDataParallel over torch modules: smaller things that torch's class has."""
 
+import warnings
+
 import cdist
 from cdist.parallel.torch_log import logging_data
 
@@ -56,6 +58,16 @@ class TorchNames:
     def _set_static_graph(self):
         self.static_graph = True
         self._counting = True
+        self._warn_of_needless_search(3)
+
+    def _warn_of_needless_search(self, depth):
+        if self.static_graph and self.find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=True to DistributedDataParallel with a static graph, of "
+                "which the first step tells the unused parameters: find_unused_parameters is not needed, "
+                "and these parameters must stay unused in all steps.",
+                stacklevel=depth,
+            )
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate):
         """Take times in every `sample_rate`-th iteration (and in the first ten); default 100."""
