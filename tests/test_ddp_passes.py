@@ -1,5 +1,6 @@
 """Which backward passes DistributedDataParallel reduces, and what of them: against torch's own (Gloo)."""
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -278,3 +279,98 @@ def test_a_backward_pass_inside_of_the_forward_is_reduced():
 
     one, other = run(body, 2)
     close(one, other)
+
+
+class Dated(nn.Module):
+    """Gives a dataclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x):
+        return Given(self.inner(x))
+
+
+@dataclasses.dataclass
+class Given:
+    output: torch.Tensor
+
+
+def test_outputs_in_a_dataclass_are_reduced_under_a_static_graph():
+    """torch's own class misses the first step there."""
+
+    def train(ddp, rank, world, package):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for batch in vectors(3, 8):
+            x, y = shard(batch, rank, world)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x).output, y).backward()
+            optimizer.step()
+
+    compare(2, Dated, train, {"static_graph": True}, {})
+
+
+def test_delayed_gradients_are_reduced():
+    """As without the delay; torch's own class is not always in time."""
+
+    def body(rank, world):
+        def train(**kwargs):
+            module = small()
+            named = list(module.named_parameters())
+            if kwargs:
+                kwargs = {"delay_all_reduce_named_params": named[2:], "param_to_hook_all_reduce": named[0][1]}
+            ddp = cdist.DistributedDataParallel(module, **kwargs)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            for batch in vectors(3, 8):
+                optimizer.zero_grad()
+                loss_of(ddp, batch, rank, world).backward()
+                optimizer.step()
+            return [p.detach().numpy() for p in ddp.parameters()]
+
+        close(train(delayed=True), train(), 0)
+
+    run(body, 2)
+
+
+def unfreeze(ddp):
+    ddp.module[0].requires_grad_(True)
+
+
+def assign(ddp):
+    ddp.load_state_dict({name: value.clone() for name, value in ddp.state_dict().items()}, assign=True)
+
+
+def add(ddp):
+    ddp.module.append(nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("change", [unfreeze, assign, add])
+def test_parameters_that_came_after_wrapping_are_named(change):
+    def body(rank, world):
+        module = small()
+        module[0].requires_grad_(False)
+        ddp = cdist.DistributedDataParallel(module)
+        x = torch.full((2, 6), rank + 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ddp(x).sum().backward()
+            change(ddp)
+            ddp(x).sum().backward()
+            ddp.eval()
+            with torch.no_grad():
+                ddp(x)
+            ddp.train()
+        name = {unfreeze: "0.weight", assign: "2.weight", add: "3.weight"}[change]
+        with pytest.warns(UserWarning, match=f"'{name}'.* stay with their rank.*set_trainable"):
+            ddp(x).sum().backward()
+        ddp.train()
+        ddp.set_trainable([name for name, p in ddp.module.named_parameters() if p.requires_grad])
+        ddp.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ddp(x).sum().backward()
+        return gradients_of(ddp)
+
+    first, second = run(body, 2)
+    close(first, second, 0)

@@ -1,12 +1,13 @@
-"""DistributedDataParallel over torch modules: steps that did not come to their end."""
+"""DistributedDataParallel over torch modules: steps that did not come to their end, gradients left out."""
 
 import weakref
+from itertools import chain
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import cdist
-from cdist.parallel.synchronizer import HAND_OUT, debugging
+from cdist.parallel.synchronizer import HAND_OUT, debugging, warn
 from cdist.parallel.torch_passes import BYPASSED
 
 LEFT_IN_THE_MIDDLE = (
@@ -39,6 +40,28 @@ register_optimizer_step_pre_hook(_before_optimizer_step)
 
 class Fitness:
     """The part of TorchDataParallel that tells whether gradients are reduced, and ends broken steps."""
+
+    def train(self, mode=True):
+        """Set the module to training or evaluation, as torch.nn.Module.train does."""
+        self._unchecked = True
+        return super().train(mode)
+
+    def _look_for_strays(self):
+        """Say that parameters came, or were unfrozen, after wrapping; at the first forward after train()."""
+        self._unchecked = False
+        if self._warned_of_strays:
+            return
+        known = {id(p) for p in chain(self._params, self._delayed)}
+        strays = [name for name, p in self._named() if p.requires_grad and id(p) not in known]
+        if strays:
+            self._warned_of_strays = True
+            more = f" and {len(strays) - 20} more" if len(strays) > 20 else ""
+            warn(
+                "DistributedDataParallel: gradients of "
+                f"{', '.join(map(repr, strays[:20]))}{more} stay with their rank, so that ranks drift apart: "
+                "these parameters were added, replaced or unfrozen after wrapping. Wrap the module "
+                "afterwards, or call ddp.set_trainable(names) on all ranks"
+            )
 
     def _check_fit(self, stepping=False):
         """Raise unless the gradients are the reduced ones."""

@@ -82,8 +82,8 @@ class TorchDataParallel(
     """DistributedDataParallel over torch modules; takes the arguments of torch's class.
 
     Beyond them: ``reduce='mean' | 'sum' | 'weights'``, ``accumulate(n)``, ``set_weight``, ``set_trainable``,
-    ``broadcast_parameters``, ``broadcast_buffers``. A parameter without gradient raises on every rank: at the
-    latest when an optimizer steps on this module's parameters or the next forward begins.
+    ``broadcast_parameters``, ``broadcast_buffers_now``. A parameter without gradient raises on every rank: at
+    the latest when an optimizer steps on this module's parameters or the next forward begins.
     """
 
     def __init__(
@@ -267,6 +267,7 @@ class TorchDataParallel(
         self._futures = []
         self._buffer_futures = []
         self._stepping = None
+        self._unchecked, self._warned_of_strays = True, False
         self.__dict__["_iterations"] = 0
         self._hang_hooks()
 
@@ -334,6 +335,8 @@ class TorchDataParallel(
             self._check_fit()
             self._expect_pass()
             self._times.forward_begins()
+            if self._unchecked:
+                self._look_for_strays()
             if self._stepping is None:
                 self._take_over_optimizers()
         self._announce()
