@@ -425,6 +425,15 @@ def test_strides_of_dimensions_of_size_one_do_not_matter():
             ddp(x).sum().backward()
         places.append(module.weight.grad.data_ptr())
         assert len(set(places[1:])) == 1
+
+        odd = nn.Module()
+        odd.weight = nn.Parameter(torch.empty_strided((8, 1, 4, 2), (8, 999, 1, 4)).fill_(1))
+        odd.forward = lambda x: (odd.weight * x).sum()
+        for views in (False, True):
+            ddp = cdist.DistributedDataParallel(odd, gradient_as_bucket_view=views)
+            ddp(torch.arange(8.0).view(1, 1, 4, 2)).backward()
+            assert ddp._views[0].stride()[2:] == odd.weight.grad.stride()[2:] == (1, 4)
+            odd.weight.grad = None
         return numbers(ddp)
 
     run(body, 2)
