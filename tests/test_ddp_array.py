@@ -491,12 +491,18 @@ def test_subgroup_starts_from_its_first_rank():
 
 
 def test_models_that_differ():
+    def with_buffer(rank):
+        net = Net(0)
+        net.named_buffers = lambda: [("mean", np.zeros(4 + rank))]
+        return net
+
     def body(rank, world):
         said = []
         for make in (
             lambda: Net(0, sizes=(6, 4 + rank, 3)),
             lambda: Net(0, sizes=(6, 4, 3) if rank else (6, 3)),
             lambda: Net(0, dtype=np.float32 if rank else np.float64),
+            lambda: with_buffer(rank),
         ):
             with pytest.raises(RuntimeError, match="DDP expects same model across all ranks") as caught:
                 cdist.DistributedDataParallel(make())
@@ -511,6 +517,7 @@ def test_models_that_differ():
             or "Rank 1 has 4 params" in said[1]
         )
         assert "float32" in said[2]
+        assert "only on rank 1: buffer 'mean': float64 (5,)" in said[3]
 
 
 class Plain:

@@ -1246,6 +1246,12 @@ def test_subclass_and_subgroup():
 # ---- wrong use
 
 
+def with_buffer(count, dtype=None):
+    module = nn.Linear(2, 3)
+    module.register_buffer("mask", torch.zeros(count, dtype=dtype))
+    return module
+
+
 def test_models_that_differ_raise_everywhere():
     def body(rank, world):
         said = []
@@ -1255,6 +1261,9 @@ def test_models_that_differ_raise_everywhere():
             lambda: nn.Linear(2, 3).to(torch.float64 if rank else torch.float32),
             lambda: nn.ModuleDict({"a" if rank else "b": nn.Linear(1, 1)}),
             lambda: nn.Linear(2, 3).requires_grad_(rank == 0),
+            lambda: with_buffer(4 + rank),
+            lambda: with_buffer(4) if rank else nn.Linear(2, 3),
+            lambda: with_buffer(4, torch.float64 if rank else torch.float32),
         ]
         for build in builds:
             with pytest.raises(RuntimeError, match="DDP expects same model across all ranks") as caught:
@@ -1272,6 +1281,22 @@ def test_models_that_differ_raise_everywhere():
         assert "'a.weight'" in said[3]
         assert "'b.weight'" in said[3]
         assert "frozen" in said[4]
+        assert "only on rank 1: buffer 'mask': float32 (5,)" in said[5]
+        assert "only on rank 1: buffer 'mask': float32 (4,)" in said[6]
+        assert "parameters or buffers differ" in said[6]
+        assert "buffer 'mask': float64" in said[7]
+
+
+def test_buffers_that_are_not_broadcast_may_differ():
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(with_buffer(4 + rank), broadcast_buffers=False)
+        ignoring = with_buffer(4 + rank)
+        ddp._set_params_and_buffers_to_ignore_for_model(ignoring, ["mask"])
+        for wrapped in (ddp, cdist.DistributedDataParallel(ignoring)):
+            wrapped(torch.ones(1, 2)).sum().backward()
+            assert len(wrapped.module.mask) == 4 + rank
+
+    run(body, 2)
 
 
 def test_modules_without_values_are_told():

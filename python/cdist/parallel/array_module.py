@@ -58,7 +58,11 @@ class ArrayDataParallel(Joinable):
         trainable = [(name, p) for name, p in self._all if getattr(p, "requires_grad", True)]
         if init_sync:
             chosen = {name for name, _ in trainable}
-            agree_on_parameters([_describe(name, p, name in chosen) for name, p in self._all], process_group)
+            agree_on_parameters(
+                [_describe(name, p.data, name in chosen) for name, p in self._all],
+                process_group,
+                [_describe(name, value) for name, value in self._buffers()] if broadcast_buffers else (),
+            )
             self.broadcast_parameters()
             if broadcast_buffers:
                 self.broadcast_buffers()
@@ -431,6 +435,9 @@ class ArrayDataParallel(Joinable):
         for _, p in self._all:
             broadcast_array(p, "data", self.process_group, src)
 
+    def _buffers(self):
+        return getattr(self.module, "named_buffers", lambda: ())()
+
     def broadcast_buffers(self, src=0, average=False, copy=False):
         """Give every rank the buffers of group rank `src`, or with `average` their mean.
 
@@ -438,7 +445,7 @@ class ArrayDataParallel(Joinable):
         values differ. ``copy=True`` puts a new array in place of the old one, where the module offers
         ``set_buffer(name, array)``. Collective.
         """
-        for name, value in getattr(self.module, "named_buffers", lambda: ())():
+        for name, value in self._buffers():
             on_gpu = is_on_gpu(value)
             new = value if on_gpu and not copy else value.copy() if on_gpu else np.array(value)
             if average:
@@ -577,8 +584,8 @@ def _walk_batches(module, steps, batches):
         batch = after
 
 
-def _describe(name, parameter, trainable):
-    on_gpu = is_on_gpu(parameter.data)
-    data = facts_of(parameter.data) if on_gpu else to_numpy(parameter.data)
+def _describe(name, value, trainable=True):
+    on_gpu = is_on_gpu(value)
+    data = facts_of(value) if on_gpu else to_numpy(value)
     where = " on a GPU" if on_gpu else ""
     return f"{name!r}: {data.dtype} {data.shape}{where}{'' if trainable else ', frozen'}"

@@ -222,7 +222,9 @@ class TorchDataParallel(
         for name, p in self._named():
             frozen = "" if p.requires_grad else ", frozen"
             lines.append(f"{name!r}: {name_of(p.dtype)} {tuple(p.shape)} strides {p.stride()}{frozen}")
-        agree_on_parameters(lines, self.process_group)
+        buffers = self.named_module_buffers.items() if self.broadcast_buffers else ()
+        told = [f"{name!r}: {name_of(b.dtype)} {tuple(b.shape)}" for name, b in buffers if not b.is_meta]
+        agree_on_parameters(lines, self.process_group, told)
 
     # ---- buckets
 

@@ -64,20 +64,22 @@ def differences(everyone, limit=10):
     return said
 
 
-def agree_on_parameters(entries, group):
-    """Compare parameters (texts "'name': dtype (shape)…") over the ranks. Collective."""
+def agree_on_parameters(entries, group, buffers=()):
+    """Compare parameters and buffers (texts "'name': dtype (shape)…") over the ranks. Collective."""
+    mark = "buffer "
 
     def explain(everyone):
         mine = cdist.get_rank(group)
-        for rank, lines in enumerate(everyone):
-            if len(lines) != len(everyone[mine]):
+        counts = [sum(not line.startswith(mark) for line in lines) for lines in everyone]
+        for rank, count in enumerate(counts):
+            if count != counts[mine]:
                 return (
-                    f"DDP expects same model across all ranks, but Rank {mine} has {len(everyone[mine])} "
-                    f"params, while rank {rank} has inconsistent {len(lines)} params."
+                    f"DDP expects same model across all ranks, but Rank {mine} has {counts[mine]} "
+                    f"params, while rank {rank} has inconsistent {count} params."
                 )
         return (
-            "DDP expects same model across all ranks, but parameters differ in name, order, shape, dtype or "
-            "in whether they need a gradient."
+            "DDP expects same model across all ranks, but parameters or buffers differ in name, order, "
+            "shape, dtype or in whether they need a gradient."
         )
 
-    agree(entries, group, explain)
+    agree([*entries, *(mark + line for line in buffers)], group, explain)
