@@ -12,7 +12,7 @@ import cdist
 try:
     import cupy as xp
 
-    xp.cuda.Device(int(os.environ.get("LOCAL_RANK", 0))).use()
+    xp.cuda.Device(int(os.environ.get("LOCAL_RANK", 0)) % xp.cuda.runtime.getDeviceCount()).use()
 except ImportError:
     import numpy as xp
 

@@ -91,6 +91,39 @@ def test_two_ranks_on_one_gpu_both_raise(fakes):
         assert "ranks 0 and 1 both use the GPU" in text
 
 
+def shared_gpu(fakes, version, told):
+    """What ranks get that share a GPU, told[rank] in NCCL's variable."""
+
+    def body(rank, world):
+        if told[rank] is not None:
+            os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = told[rank]
+        xp = fake_gpu.Module(0)
+        x = xp.put(np.full(3, rank + 1.0))
+        kind, text = outcome(lambda: cdist.all_reduce(x))
+        return kind, text, xp.get(x).tolist()
+
+    return run(body, 2, environ={**fakes, "FAKE_NCCL_VERSION": version}, check_leftovers=False)
+
+
+def test_two_ranks_share_a_gpu_where_nccl_is_told_so(fakes):
+    assert shared_gpu(fakes, "23007", ["1", "1"]) == [(None, "", [3.0] * 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        ("22907", ["1", "1"]),
+        ("23007", ["1", "0"]),
+        ("23007", [None, "1"]),
+    ],
+)
+def test_two_ranks_do_not_share_a_gpu_otherwise(fakes, version, told):
+    for kind, text, value in shared_gpu(fakes, version, told):
+        assert issubclass(kind, ValueError)
+        assert "NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all ranks" in text
+        assert value != [3.0] * 3
+
+
 def test_no_nccl_says_where_it_was_looked_for(fakes):
     def body(rank, world):
         x = fake_gpu.Module(rank).put(np.ones(3))

@@ -22,6 +22,7 @@ typedef struct {
     int32_t nccl_version;
     int32_t gpu_index;
     int32_t parent_idle; /* see is_idle */
+    int32_t may_share;   /* see shares_gpus */
     cd_cu_uuid uuid;
     char pci[32];
     char host[64];
@@ -63,14 +64,23 @@ cd_status cd_gpu_settle(cd_gpu_backend *b, cd_nccl_comm comm, cd_nccl_result res
     return atomic_load_explicit(&b->aborted, memory_order_acquire) ? cd_gpu_cause(b) : cd_nccl_fail(&b->nccl, comm, result, what);
 }
 
+/* Whether NCCL was told to let ranks share a GPU, and is one that can. It reads the number as strtoll does. */
+static bool shares_gpus(const cd_nccl *nccl)
+{
+    const char *told = getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    return nccl->version >= CD_NCCL_SHARED_GPU_SINCE && told && strtoll(told, 0, 0) != 0;
+}
+
 static cd_status check_own_gpus(const cd_gpu_backend *b, const card *cards)
 {
     for (int i = 0; i < b->world; i++)
         for (int j = i + 1; j < b->world; j++)
-            if (memcmp(&cards[i].uuid, &cards[j].uuid, sizeof cards[i].uuid) == 0)
+            if (memcmp(&cards[i].uuid, &cards[j].uuid, sizeof cards[i].uuid) == 0 &&
+                !(cards[i].may_share && cards[j].may_share))
                 return cd_fail_rank(CD_BAD_ARGUMENT, cd_gpu_rank(b, j),
                                     "ranks %d and %d both use the GPU at %s of %s (their device %d and %d): NCCL needs one "
-                                    "GPU a rank; name it by device_id or select it before the first collective",
+                                    "GPU a rank; name it by device_id or select it before the first collective (NCCL 2.30 and "
+                                    "later can share one where NCCL_MULTI_RANK_GPU_ENABLE=1 is set on all ranks)",
                                     cd_gpu_rank(b, i), cd_gpu_rank(b, j), cards[i].pci, cards[i].host, cards[i].gpu_index,
                                     cards[j].gpu_index);
     return CD_OK;
@@ -117,6 +127,7 @@ static void fill_card(cd_gpu_backend *b, cd_gpu_backend *parent, cd_status prepa
     mine->nccl_version = b->nccl.version;
     mine->gpu_index = b->gpu.index;
     mine->parent_idle = is_idle(b, parent);
+    mine->may_share = shares_gpus(&b->nccl);
     mine->uuid = b->gpu.uuid;
     memcpy(mine->pci, b->gpu.pci, sizeof mine->pci);
 }

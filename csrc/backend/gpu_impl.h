@@ -118,7 +118,7 @@ struct cd_gpu_backend {
 #define CD_GPU_FAREWELL_NS (800 * CD_NS_PER_MS)
 
 /* gpu_comm.c */
-/* Meets the other ranks: checks that each has its own GPU and the same NCCL, then makes the communicator. */
+/* Meets the other ranks: checks that each has its own GPU, or may share it, and the same NCCL, then makes the communicator. */
 cd_status cd_gpu_connect(cd_gpu_backend *b, const cd_backend_env *env, cd_status prepared, const cd_patience *patience);
 /* What a call into NCCL answered: records failures; after an abort, its cause. Waits while it is "in progress" (old NCCL, or
  * NCCL_COMM_BLOCKING=0 in the environment; not inside a group). By who is inside. */

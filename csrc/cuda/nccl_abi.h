@@ -47,6 +47,7 @@ enum { CD_NCCL_SCALAR_HOST = 1, CD_NCCL_SHRINK_DEFAULT = 0 };
 #define CD_NCCL_LEAST 21800
 #define CD_NCCL_FLOAT8_SINCE 22400
 #define CD_NCCL_MEMORY_SINCE 21900
+#define CD_NCCL_SHARED_GPU_SINCE 23000
 #define CD_NCCL_GROUP_ABORT_SINCE 22200 /* ncclCommAbort inside a group raises the flag now and frees at the group's end */
 #define CD_NCCL_MAGIC 0xcafebeefu
 #define CD_NCCL_UNSET INT_MIN

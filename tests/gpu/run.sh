@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs real GPUs: builds the tree in place, runs the suite, compute-sanitizer over the kernels, the benchmarks.
-# On two H200s the suite takes five minutes, the rest two; with one GPU most of it is skipped. Each step has its own limit; all output is in $OUT/run.log; a failed
-# step does not stop the others.
+# On two H200s the suite takes five minutes, the rest two. With one GPU most of the suite is skipped, unless NCCL lets two ranks share
+# it: NCCL 2.30 or later in the process (LD_PRELOAD of its libnccl.so.2 serves torch and cdist) and NCCL_MULTI_RANK_GPU_ENABLE=1.
+# Each step has its own limit; all output is in $OUT/run.log; a failed step does not stop the others.
 #   OUT=folder tests/gpu/run.sh [all|test|bench]
 cd "$(dirname "$0")/../.." || exit 1
 what=${1:-all}

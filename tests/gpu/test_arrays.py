@@ -1,4 +1,4 @@
-"""GradientReducer, array modules and examples over real arrays of CuPy and JAX, on two GPUs."""
+"""GradientReducer, array modules and examples over real arrays of CuPy and JAX, of two ranks."""
 
 import os
 import subprocess
@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cdist  # noqa: E402
-from test_gpu import COUNT, Cupy, gpu_run, raised  # noqa: E402
+from test_gpu import COUNT, Cupy, device_of, gpu_run, raised, two_ranks  # noqa: E402
 
-pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs of one host")
+pytestmark = two_ranks
 ROOT = Path(__file__).parents[2]
 
 
@@ -114,9 +114,9 @@ def test_jax_arrays_can_be_sent_and_their_gradients_reduced():
         import jax
 
         found = [d for d in jax.devices() if d.platform == "gpu"]
-        if len(found) < 2:
+        if len(found) < COUNT:
             return "JAX has no GPUs"
-        x = jax.device_put(np.full(1000, rank + 1.0, "float32"), found[rank])
+        x = jax.device_put(np.full(1000, rank + 1.0, "float32"), found[device_of(rank)])
         jax.block_until_ready(x)
         cupy = Cupy(rank).cupy  # after JAX, which changes the current GPU
         assert "read-only" in raised(lambda: cdist.all_reduce(x))[1]

@@ -12,10 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import cdist  # noqa: E402
 from cdist.testing import run  # noqa: E402
-from test_gpu import COUNT, gpu_run  # noqa: E402
+from test_gpu import device_of, gpu_run, two_ranks  # noqa: E402
 
 torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
-pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs of one host")
+pytestmark = two_ranks
 
 
 def model(seed=0, norm=True):
@@ -48,10 +48,10 @@ def fit(ddp, batches):
 def both(rank, world, train, path, ours, theirs, norm):
     import torch.distributed as dist
 
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(device_of(rank))
     dist.init_process_group("nccl", init_method=f"file://{path}", rank=rank, world_size=world)
-    mine = train(cdist.DistributedDataParallel(model(norm=norm), device_ids=[rank], **ours), rank)
-    ddp = torch.nn.parallel.DistributedDataParallel(model(norm=norm), device_ids=[rank], **theirs)
+    mine = train(cdist.DistributedDataParallel(model(norm=norm), device_ids=[device_of(rank)], **ours), rank)
+    ddp = torch.nn.parallel.DistributedDataParallel(model(norm=norm), device_ids=[device_of(rank)], **theirs)
     reference = train(ddp, rank)
     torch.cuda.synchronize()
     return mine, reference
@@ -115,9 +115,11 @@ def test_mixed_precision_equals_its_definition(reduce_name):
     def body(rank, world):
         import torch.distributed as dist
 
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device_of(rank))
         dist.init_process_group("nccl", init_method=f"file://{path}", rank=rank, world_size=world)
-        ddp = cdist.DistributedDataParallel(model(norm=False), device_ids=[rank], mixed_precision=config)
+        ddp = cdist.DistributedDataParallel(
+            model(norm=False), device_ids=[device_of(rank)], mixed_precision=config
+        )
         return fit(ddp, data(rank, 3)), fit_low_precision_by_hand(data(rank, 3), reduce_dtype)
 
     path = os.path.join(tempfile.mkdtemp(), "store")
@@ -144,13 +146,13 @@ def test_weights_give_the_mean_over_all_samples(views):
     """Uneven batches: NCCL multiplies each rank's gradients by its own factor."""
 
     def body(rank, world):
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device_of(rank))
         sizes = [3, 9]
         x = torch.linspace(-1, 1, 32 * sum(sizes)).view(-1, 32).cuda()
         alone = model(norm=False)
         alone(x).square().mean().backward()
         ddp = cdist.DistributedDataParallel(
-            model(norm=False), device_ids=[rank], reduce="weights", gradient_as_bucket_view=views
+            model(norm=False), device_ids=[device_of(rank)], reduce="weights", gradient_as_bucket_view=views
         )
         for _ in range(3):
             ddp.zero_grad()
@@ -175,13 +177,13 @@ def test_missing_gradient_is_named_on_every_rank():
     """K139: the rank that lacks it ends the group with its name: the others' calls raise the same text."""
 
     def body(rank, world):
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device_of(rank))
         from torch import nn
 
         torch.manual_seed(0)
         module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}).cuda()
         module.forward = lambda x, both: module["a"](x) + (module["b"](x) if both else 0)
-        ddp = cdist.DistributedDataParallel(module, device_ids=[rank])
+        ddp = cdist.DistributedDataParallel(module, device_ids=[device_of(rank)])
         x = torch.ones(2, 4, device="cuda")
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
@@ -239,7 +241,7 @@ def test_sync_batchnorm_equals_torch(channels_last):
             net = library.convert_sync_batchnorm(net).cuda()
             if channels_last:
                 net = net.to(memory_format=torch.channels_last)
-            return wrap(net, device_ids=[rank])
+            return wrap(net, device_ids=[device_of(rank)])
 
         ours = convert(cdist.nn.SyncBatchNorm, cdist.DistributedDataParallel)
         theirs = convert(nn.SyncBatchNorm, nn.parallel.DistributedDataParallel)

@@ -1,4 +1,4 @@
-"""The suite for real GPUs, at least two of one host: `make test-gpu`."""
+"""The suite for real GPUs, two of one host or one that NCCL lets two ranks share: `make test-gpu`."""
 
 import os
 import signal
@@ -26,8 +26,31 @@ def gpus():
     return listed.stdout.count("GPU ")
 
 
+def nccl_shares_gpus():
+    """Whether ranks may share a GPU: NCCL is told so and, by its version, can."""
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        return False
+    ask = "import ctypes, torch; v = ctypes.c_int(); torch.cuda.is_available(); "
+    ask += "ctypes.CDLL(LIBRARY).ncclGetVersion(ctypes.byref(v)); print(v.value)"
+    library = os.environ.get("CDIST_NCCL_LIB") or "libnccl.so.2"
+    command = [sys.executable, "-c", ask.replace("LIBRARY", repr(library))]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    return int(told) >= 23000
+
+
 COUNT = min(gpus(), 8)
-pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two GPUs of one host")
+SHARED = COUNT == 1 and nccl_shares_gpus()
+two_ranks = pytest.mark.skipif(
+    COUNT < 2 and not SHARED,
+    reason="needs two GPUs of one host, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1",
+)
+two_devices = pytest.mark.skipif(COUNT < 2, reason="is about two devices: needs two GPUs of one host")
+pytestmark = two_ranks
+
+
+def device_of(rank):
+    """The GPU of a rank; one for all where there is but one."""
+    return rank % COUNT
 
 
 class Torch:
@@ -36,7 +59,7 @@ class Torch:
     def __init__(self, rank):
         import torch
 
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(device_of(rank))
         self.torch = torch
 
     def put(self, array):
@@ -55,7 +78,7 @@ class Cupy:
     def __init__(self, rank):
         import cupy
 
-        cupy.cuda.Device(rank).use()
+        cupy.cuda.Device(device_of(rank)).use()
         self.cupy = cupy
 
     def put(self, array):
@@ -363,7 +386,7 @@ def test_objects_meshes_and_barriers():
         cdist.all_reduce(x, group=mesh.get_group("tp"))
         assert x.eq(3).all()
         cdist.barrier()
-        cdist.barrier(device_ids=[rank])
+        cdist.barrier(device_ids=[device_of(rank)])
         cdist.monitored_barrier()
         work = cdist.barrier(async_op=True)
         work.wait()
@@ -374,7 +397,7 @@ def test_objects_meshes_and_barriers():
 def test_early_connection_and_a_group_for_gpus_alone():
     def body(rank, world):
         torch = Torch(rank).torch
-        cdist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        cdist.init_process_group("nccl", device_id=torch.device("cuda", device_of(rank)))
         assert cdist.get_backend() == "nccl"
         x = torch.full((5,), rank + 1.0, device="cuda")
         cdist.all_reduce(x)
@@ -392,11 +415,16 @@ def test_early_connection_and_a_group_for_gpus_alone():
 
 
 def test_two_ranks_on_one_gpu():
-    for name, text in gpu_run(lambda rank, world: raised(lambda: cdist.all_reduce(Torch(0).put(np.ones(3))))):
+    def body(rank, world):
+        os.environ.pop("NCCL_MULTI_RANK_GPU_ENABLE", None)
+        return raised(lambda: cdist.all_reduce(Torch(0).put(np.ones(3))))
+
+    for name, text in gpu_run(body):
         assert name == "ValueError"
         assert "both use the GPU" in text
 
 
+@two_devices
 def test_wrong_gpu():
     def body(rank, world):
         torch = Torch(rank).torch
