@@ -14,7 +14,14 @@ SKEW_WARNING_STEPS = 1000
 
 
 class JoinHook:
-    """What a joinable does in the place of a rank that has joined."""
+    """What a joinable does in the place of a rank that has joined.
+
+    Attributes:
+        gives_gradients: another joinable steps on gradients: leave this rank the reduced ones. Set by Join.
+
+    """
+
+    gives_gradients = False
 
     def main_hook(self):
         """Take part in the collectives of a step; called once for each step of the ranks that still train."""
@@ -83,6 +90,9 @@ class Join:
         if any(joinable.join_process_group is not self._group for joinable in joinables):
             raise ValueError("Using join context manager with multiple process groups")
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        if any(getattr(joinable, "_uses_gradients", False) for joinable in joinables):
+            for hook in self._hooks:
+                hook.gives_gradients = True
         self._kwargs = kwargs
 
     def __enter__(self):

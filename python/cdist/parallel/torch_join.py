@@ -48,6 +48,15 @@ class TorchJoinHook(JoinHook):
         for index in ddp._sparse:
             ddp._params[index].grad = None
         ddp._finish_sparse(given)
+        if self.gives_gradients:
+            self._give_gradients(given)
+
+    def _give_gradients(self, given):
+        """Give this rank the gradients that the others have."""
+        ddp = self.ddp
+        for index, (p, view) in enumerate(zip(ddp._params, ddp._views, strict=True)):
+            if index not in ddp._sparse and (given is None or given[index]):
+                p.grad = view.to(p.dtype, copy=True)
 
     def _keep_gradients(self):
         """Leave this rank the gradients of its own last step where they are views of the buckets."""
