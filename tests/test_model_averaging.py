@@ -111,7 +111,7 @@ def test_post_local_optimizer_stands_for_its_optimizer():
         assert [group["lr"] for group in local.param_groups] == schedule.get_last_lr()
         state = optimizer.state_dict()
         del state["step"]
-        with pytest.warns(UserWarning, match="step counter"):
+        with pytest.warns(UserWarning, match="'step' of an averager"):
             optimizer.load_state_dict(state)
         assert optimizer.averager.step == 0
 
@@ -179,7 +179,7 @@ def test_what_is_averaged():
         assert wide.is_contiguous(memory_format=torch.channels_last)
         assert view.item() == half.item() == 1
         assert array.data.tolist() == [2] * 5
-        with pytest.raises(NotImplementedError, match="class 'int'"):
+        with pytest.raises(NotImplementedError, match="not int"):
             utils.get_params_to_average([1])
         with pytest.raises(cdist.MismatchError):
             utils.average_parameters([nn.Parameter(torch.zeros(3 + (rank == 1)))], None)
@@ -190,12 +190,15 @@ def test_what_is_averaged():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: averagers.PeriodicModelAverager(0), "``period`` must be a positive value"),
-        (lambda: averagers.PeriodicModelAverager(2, -1), "``warmup_steps`` must be a non-negative"),
-        (lambda: hierarchical_model_averager.HierarchicalModelAverager(), "must not be empty"),
-        (lambda: hierarchical_model_averager.HierarchicalModelAverager({0: 1}), "must be a positive value"),
-        (lambda: hierarchical_model_averager.HierarchicalModelAverager({2: 2}), "2 must be equal to .* 1"),
-        (lambda: hierarchical_model_averager.HierarchicalModelAverager({2: 1}, -1), "non-negative"),
+        (lambda: averagers.PeriodicModelAverager(0), "period should be 1 or more, not 0"),
+        (lambda: averagers.PeriodicModelAverager(2, -1), "warmup_steps should not be negative, not -1"),
+        (lambda: hierarchical_model_averager.HierarchicalModelAverager(), "a period at least"),
+        (
+            lambda: hierarchical_model_averager.HierarchicalModelAverager({0: 1}),
+            "periods should be 1 or more, not 0",
+        ),
+        (lambda: hierarchical_model_averager.HierarchicalModelAverager({2: 2}), "all 1 ranks .* not of 2"),
+        (lambda: hierarchical_model_averager.HierarchicalModelAverager({2: 1}, -1), "not be negative"),
     ],
 )
 def test_bad_arguments(make, text):
@@ -208,10 +211,10 @@ def test_bad_arguments(make, text):
 
 def test_averaging_in_every_step_warns():
     def body(rank, world):
-        with pytest.warns(UserWarning, match="When period is 1") as caught:
+        with pytest.warns(UserWarning, match="period is 1") as caught:
             averagers.PeriodicModelAverager(1)
         assert caught[0].filename == __file__
-        with pytest.warns(UserWarning, match="maximum period"):
+        with pytest.warns(UserWarning, match="last period"):
             hierarchical_model_averager.HierarchicalModelAverager({1: 1})
 
     run(body, 1)

@@ -85,7 +85,7 @@ def test_state_of_a_plain_optimizer_both_ways_and_at_another_world_size():
                 assert mine.keys() == other.keys()
                 assert all(torch.equal(mine[key], other[key]) for key in mine)
         else:
-            with pytest.raises(RuntimeError, match="has not been consolidated"):
+            with pytest.raises(RuntimeError, match="its own share"):
                 zero.state_dict()
         saved = [zero.state_dict() if rank == 1 else None]
         cdist.broadcast_object_list(saved, src=1)
@@ -110,7 +110,7 @@ def test_state_of_a_plain_optimizer_both_ways_and_at_another_world_size():
             sum(nn.functional.mse_loss(other(x), y) for x, y in parts).div(world).backward()
             alone.step()
         close(numbers(other), numbers(reference))
-        with pytest.raises(ValueError, match="different number of parameter groups"):
+        with pytest.raises(ValueError, match="another number of groups"):
             zero.load_state_dict({"state": {}, "param_groups": []})
 
     run(body, 3)
@@ -165,11 +165,11 @@ def test_closures_and_hooks():
 @pytest.mark.parametrize(
     ("params", "kwargs", "error", "text"),
     [
-        (torch.ones(1), {}, TypeError, "iterable of Tensors or dicts"),
-        (3, {}, TypeError, "iterable of Tensors or dicts"),
-        ([], {}, ValueError, "empty parameter list"),
-        ([1], {}, TypeError, "iterable of Tensors or dicts"),
-        ([{"params": [nn.Parameter(torch.ones(1))]}, torch.ones(1)], {}, TypeError, "iterable of Tensors"),
+        (torch.ones(1), {}, TypeError, "tensors or parameter groups, not torch"),
+        (3, {}, TypeError, "tensors or parameter groups, not int"),
+        ([], {}, ValueError, "no parameters"),
+        ([1], {}, TypeError, "all tensors or all"),
+        ([{"params": [nn.Parameter(torch.ones(1))]}, torch.ones(1)], {}, TypeError, "all tensors or all"),
         (
             [nn.Parameter(torch.ones(1))],
             {"overlap_with_ddp": True},

@@ -54,8 +54,8 @@ def get_params_to_average(params):
             found += [param] if param.grad is not None else []
         else:
             raise NotImplementedError(
-                f"Parameter input of type {type(param)} is not supported: give parameters or an optimizer's "
-                "param_groups"
+                "averages of models take parameters or an optimizer's param_groups, not "
+                f"{type(param).__name__}"
             )
     return found
 
@@ -67,13 +67,13 @@ def average_parameters_or_parameter_groups(params, process_group):
 
 def _check(warmup_steps):
     if warmup_steps < 0:
-        raise ValueError("Arg ``warmup_steps`` must be a non-negative number.")
+        raise ValueError(f"warmup_steps should not be negative, not {warmup_steps}")
 
 
 def _warn_of_every_step(which):
     warnings.warn(
-        f"When {which} is 1, no need to use model averaging: parameters then travel in every step, as "
-        "gradients do under DistributedDataParallel alone, which is enough.",
+        f"{which} is 1: parameters then travel in every step, as gradients do under DistributedDataParallel, "
+        "which is enough without averages of the model",
         stacklevel=3,
     )
 
@@ -126,7 +126,7 @@ class PeriodicModelAverager(ModelAverager):
         super().__init__(process_group)
         _check(warmup_steps)
         if period < 1:
-            raise ValueError("Arg ``period`` must be a positive value.")
+            raise ValueError(f"period should be 1 or more, not {period}")
         if period == 1:
             _warn_of_every_step("period")
         self.warmup_steps = warmup_steps
@@ -162,18 +162,19 @@ class HierarchicalModelAverager(ModelAverager):
     def __init__(self, period_group_size_dict=None, warmup_steps=0, process_group=None):
         super().__init__(process_group)
         if not period_group_size_dict:
-            raise ValueError("Arg ``period_group_size_dict`` must not be empty.")
+            raise ValueError(
+                "period_group_size_dict should name a period at least: {period: number of ranks}"
+            )
         _check(warmup_steps)
         self._periods = list(period_group_size_dict)
         if min(self._periods) <= 0:
-            raise ValueError("The minimum period in arg ``period_group_size_dict`` must be a positive value.")
+            raise ValueError(f"periods should be 1 or more, not {min(self._periods)}")
         if self._periods[-1] == 1:
-            _warn_of_every_step("the maximum period in arg ``period_group_size_dict``")
+            _warn_of_every_step("the last period")
         sizes, whole = list(period_group_size_dict.values()), cdist.get_world_size(self.process_group)
         if sizes[-1] != whole:
             raise ValueError(
-                f"The last value in arg ``period_group_size_dict`` {sizes[-1]} must be equal to the size of "
-                f"arg ``process_group`` {whole}."
+                f"the last period should be that of all {whole} ranks of process_group, not of {sizes[-1]}"
             )
         self.warmup_steps = warmup_steps
         self.period_process_group_dict = {

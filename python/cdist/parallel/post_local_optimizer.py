@@ -51,8 +51,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn(
-                "Loaded state dict does not contain a step counter for an averager. Setting step counter "
-                "to 0.",
+                "PostLocalSGDOptimizer: the state has no 'step' of an averager, whose count begins at 0",
                 stacklevel=2,
             )
         self.averager.step = state_dict.get("step", 0)

@@ -84,16 +84,16 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
     def _checked(params):
         if isinstance(params, torch.Tensor) or not hasattr(params, "__iter__"):
             raise TypeError(
-                "`params` argument should be an iterable of Tensors or dicts, but got "
+                "ZeroRedundancyOptimizer: params should be tensors or parameter groups, not "
                 f"{torch.typename(params)}"
             )
         groups = list(params)
         if not groups:
-            raise ValueError("ZeroRedundancyOptimizer got an empty parameter list")
+            raise ValueError("ZeroRedundancyOptimizer: there are no parameters")
         kinds = {dict if isinstance(g, dict) else torch.Tensor if isinstance(g, torch.Tensor) else None
                  for g in groups}  # fmt: skip
         if len(kinds) > 1 or None in kinds:
-            raise TypeError("`params` argument should be an iterable of Tensors or dicts")
+            raise TypeError("ZeroRedundancyOptimizer: params should be all tensors or all parameter groups")
         return groups
 
     # ---- shares
@@ -103,7 +103,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if any(p.is_sparse for p in group["params"]):
-            raise ValueError("ZeroRedundancyOptimizer only supports using the same dense type")
+            raise ValueError("ZeroRedundancyOptimizer: sparse parameters are not supported")
         largest_first = sorted(group["params"], key=lambda p: -p.numel())
         chosen = {}
         for p in largest_first:
@@ -171,9 +171,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         """
         if self._gathered is None:
             raise RuntimeError(
-                "Optimizer state has not been consolidated on this rank. Please call "
-                f"`consolidate_state_dict(to={self.rank})` on all ranks beforehand if you meant to save the "
-                "global state."
+                "ZeroRedundancyOptimizer: this rank has its own share of the state alone; call "
+                f"consolidate_state_dict(to={self.rank}) on all ranks before"
             )
         return {"state": dict(self._gathered), "param_groups": super().state_dict()["param_groups"]}
 
@@ -185,8 +184,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         theirs = state_dict["param_groups"]
         if [len(group["params"]) for group in theirs] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
-                "loaded state dict has a different number of parameter groups, or a group that doesn't "
-                "match the size of optimizer's group"
+                "ZeroRedundancyOptimizer: the state is of another number of groups, or of parameters in one"
             )
         states, groups = {}, []
         for group, mine in zip(theirs, self.param_groups, strict=True):
