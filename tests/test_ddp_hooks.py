@@ -3,6 +3,7 @@ step.
 """
 
 import importlib
+import os
 import pickle
 
 import numpy as np
@@ -197,6 +198,27 @@ def test_post_local_sgd_equals_torch(reduces):
         close(mine[0], mine[1], 0)
         close(mine[2], mine[3], 0)
     assert any((a != b).any() for a, b in zip(mine[0], mine[2], strict=True))
+
+
+def test_post_local_sgd_finds_the_ranks_of_a_host():
+    """On CPUs, too, where torch's hook asks for a subgroup."""
+
+    def body(rank, world):
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        post = hooks(cdist, "post_localSGD_hook")
+        states = []
+        for subgroup in (None, cdist.new_subgroups(2)[0]):
+            ddp = cdist.DistributedDataParallel(small())
+            states.append(post.PostLocalSGDState(None, subgroup, 1))
+            ddp.register_comm_hook(states[-1], post.post_localSGD_hook)
+            train_small(ddp, rank, world)
+            yield numbers(ddp)
+        yield cdist.get_process_group_ranks(states[0].subgroup)
+
+    outcomes = run(lambda *ranks: list(body(*ranks)), 4)
+    for rank, (found, given, members) in enumerate(outcomes):
+        close(found, given, 0)
+        assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
 @pytest.mark.parametrize("given", ["group", "state"])

@@ -6,6 +6,7 @@ tensor. `state` of the simple hooks is the process group (None: the default one)
 
 import enum
 import functools
+import os
 
 import torch
 
@@ -126,8 +127,9 @@ def bf16_compress_wrapper(hook):
 class PostLocalSGDState:
     """State of post_localSGD_hook: global averages until `start_localSGD_iter`, then only within `subgroup`.
 
-    `subgroup` None: the ranks of this host. `post_local_gradient_allreduce` False: nothing is sent
-    afterwards. Models are to be averaged from time to time by the caller.
+    `subgroup` None: the ranks of this host, as many as LOCAL_WORLD_SIZE says, otherwise as it has GPUs.
+    `post_local_gradient_allreduce` False: nothing is sent afterwards. Models are to be averaged from time to
+    time by the caller (cdist.algorithms.model_averaging).
     """
 
     def __init__(self, process_group, subgroup, start_localSGD_iter, post_local_gradient_allreduce=True):
@@ -151,7 +153,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket):
     if not state.post_local_gradient_allreduce:
         return Later.of(bucket.buffer())
     if state.subgroup is None:
-        state.subgroup, _ = cdist.new_subgroups()
+        size = os.environ.get("LOCAL_WORLD_SIZE")
+        state.subgroup, _ = cdist.new_subgroups(int(size) if size else None, group=state.process_group)
     return average(state.subgroup, bucket.buffer())
 
 
