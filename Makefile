@@ -69,7 +69,7 @@ soak:           ## random operations, groups and deaths; SECONDS=600 JOBS=1, PYT
 
 test-detail:    ## what CDIST_DEBUG changes: the tests of reducers, wrappers and collectives with all extra checks
 	CDIST_DEBUG=DETAIL $(PYTEST) -m "not slow" $(DETAIL:%=tests/test_%.py)
-DETAIL ?= collectives collective_calls objects p2p groups reducer ddp_array ddp_hooks ddp_precision data_parallel
+DETAIL ?= collectives collective_calls objects p2p groups reducer ddp_array ddp_hooks ddp_models ddp_precision zero data_parallel
 
 SANITIZED := build/sanitize-python
 SANITIZED_TESTS ?= store p2p objects reducer collectives groups queue spawn ddp_array
