@@ -123,6 +123,35 @@ def free_port():
         return s.getsockname()[1]
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_standard_descriptors(launcher, closed):
+    script = launcher.script("""
+        import cdist, numpy as np
+        from cdist import multiprocessing as mp
+
+        def child(index):
+            assert os.fstat(0) and os.fstat(1) and os.fstat(2)
+            touch(f"child{index}.{os.getpid()}")
+
+        if __name__ == "__main__":
+            cdist.init_process_group()
+            x = np.ones(1)
+            cdist.all_reduce(x)
+            print("to stdout")
+            print("to stderr", file=sys.stderr)
+            if rank == 0:
+                mp.spawn(child, nprocs=2)
+            cdist.destroy_process_group()
+            touch(f"ended{rank}")
+        """)
+    launched = launcher.start(
+        PER_NODE, 2, script, stdout=None, stderr=None, preexec_fn=lambda: [os.close(fd) for fd in closed]
+    )
+    assert launched.wait(LIMIT) == 0
+    launcher.wait_for("ended0", "ended1")
+    assert len(list(launcher.folder.glob("child*"))) == 2
+
+
 # -- environment and command
 
 

@@ -1,6 +1,7 @@
 """cdist.multiprocessing: results, failures, signals, and that nothing is left."""
 
 import copy
+import functools
 import os
 import pickle
 import signal
@@ -289,3 +290,22 @@ def test_import_is_quiet():
     )
     result = run_python(["-c", code])  # K170
     assert result.returncode == 0, result.stderr
+
+
+def _answer(index, folder):
+    assert all(os.fstat(descriptor) for descriptor in range(3))
+    Path(folder, str(index)).touch()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_closed_standard_descriptors(tmp_path, method):
+    code = (
+        "from cdist import multiprocessing as mp\n"
+        "from test_spawn import _answer\n"
+        f"mp.start_processes(_answer, ({str(tmp_path)!r},), nprocs=2, start_method={method!r})\n"
+    )
+    close = functools.partial(os.closerange, 0, 3)
+    command = [sys.executable, "-c", code]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    assert subprocess.run(command, preexec_fn=close, env=env, timeout=60).returncode == 0
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]

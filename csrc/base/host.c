@@ -63,6 +63,13 @@ size_t cd_host_page_bytes(void)
     return (size_t)sysconf(_SC_PAGESIZE);
 }
 
+void cd_host_hold_standard(void)
+{
+    for (int fd = 0; fd <= STDERR_FILENO; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0)
+            return;
+}
+
 /* The kernel's flag of a thread that ends (PF_EXITING). */
 #define ENDS 0x4u
 

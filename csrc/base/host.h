@@ -18,5 +18,8 @@ void cd_host_name(char *out, size_t bytes);
 size_t cd_host_page_bytes(void);
 /* The letter of its state in /proc; 'X' from when it begins to end, before its sockets are closed; 0 where that is not known. */
 char cd_host_process_state(uint32_t process);
+/* Opens the null device on those of the descriptors 0 to 2 that are closed, for child processes too: else a socket or pipe
+ * takes such a number, and with it what is printed there. */
+void cd_host_hold_standard(void);
 
 #endif

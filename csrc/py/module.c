@@ -1,6 +1,7 @@
 /* The extension module cdist._core: its state, and the rooms that fill it. */
 #include "py/state.h"
 
+#include "base/host.h"
 #include "py/arena.h"
 #include "py/array.h"
 #include "py/array_pickle.h"
@@ -63,6 +64,7 @@ static int execute(PyObject *module)
         cd_py_settings_add,
         cd_py_store_add,
     };
+    cd_host_hold_standard(); /* what is logged goes to descriptor 2, which must be no connection */
     for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++)
         if (rooms[i](module) < 0)
             return -1;

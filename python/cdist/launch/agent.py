@@ -467,8 +467,8 @@ class _Stopped(Exception):
 
 def run(options):
     """Run a job; returns the launcher's exit code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: was closed
+        stream.flush()
     try:
         return Agent(options).run()
     except FolderError as error:
