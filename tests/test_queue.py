@@ -6,8 +6,11 @@ Collectives behind others that are queued, and messages. Once a call has raised,
 import contextlib
 import gc
 import os
+import signal
 import socket
+import threading
 import time
+from typing import ClassVar
 
 import cdist
 import numpy as np
@@ -164,3 +167,93 @@ def test_a_failure_in_a_background_thread_is_raised_by_wait():
     """K25: connections fail while only the worker and the mesh's helper look at them."""
     outcomes = run(_fails_in_the_background, 2, transport="tcp", allow_failures=True, check_leftovers=False)
     assert outcomes[0] == "raised"
+
+
+def _records_of(group):
+    return [(op["operation"], op["state"]) for op in cdist._core._records(group, cdist.get_rank(), 4)["operations"]]
+
+
+def _signal_when_inside(group, operation):
+    while (operation, "running") not in _records_of(group):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _handle(rank, world):
+    """Rank 0 makes calls in a handler that runs while it waits in all_reduce; rank 1 comes when that is through."""
+    group, other = cdist.group.WORLD, cdist.new_group([0, 1])
+    store = group.get_group_store()
+    said = []
+
+    def refused(call, *given, **kw):
+        with pytest.raises(cdist.DistError) as caught:
+            call(*given, **kw)
+        assert type(caught.value) is cdist.DistError
+        said.append(str(caught.value))
+
+    def handler(number, frame):
+        refused(cdist.barrier)
+        refused(cdist.all_gather_object, [None] * 2, rank)
+        works.append(cdist.all_reduce(x, async_op=True))
+        refused(works[0].wait)
+        store.set("in other", "")
+        cdist.all_reduce(y, group=other)
+        store.set("handled", "")
+
+    works, x, y = [], np.full(3, rank + 1.0), np.full(3, rank + 1.0)
+    if rank == 0:
+        signal.signal(signal.SIGUSR1, handler)
+        threading.Thread(target=_signal_when_inside, args=(group, "all_reduce")).start()
+    else:
+        store.get("in other")
+        cdist.all_reduce(y, group=other)
+        store.get("handled")
+    outer = np.full(3, rank + 1.0)
+    cdist.all_reduce(outer)
+    if rank:
+        cdist.all_reduce(x)
+    for work in works:
+        work.wait()
+    return said, outer[0], x[0], y[0]
+
+
+@transports
+def test_calls_that_would_wait_for_themselves_are_refused(transport):
+    (said, *first), (_, *second) = run(_handle, 2, transport=transport)
+    assert first == second == [3, 3, 3]
+    within = "this thread is still in all_reduce 1 of the same group, which would wait for itself"
+    for operation, text in zip(["barrier", "all_gather", "all_reduce"], said, strict=True):
+        assert text.startswith(f"rank 0 in {operation}: {within}"), text
+
+
+class _Talkative(np.ndarray):
+    said: ClassVar = []
+
+    def __del__(self):
+        if self.base is None:
+            try:
+                cdist.barrier()
+            except Exception as error:
+                self.said.append(f"{type(error).__name__}: {error}")
+
+
+def _die_in_worker(rank, world):
+    store = cdist.group.WORLD.get_group_store()
+    if rank == 0:
+        # Nobody keeps the Work: its array goes with the worker, behind which a further operation is queued.
+        cdist.all_reduce(np.zeros(3).copy().view(_Talkative).copy(), async_op=True)
+        last = cdist.all_reduce(np.zeros(3), async_op=True)
+        store.set("queued", "")
+        last.wait()
+        while not _Talkative.said:
+            time.sleep(0.001)
+        return _Talkative.said
+    store.get("queued")
+    cdist.all_reduce(np.zeros(3))
+    cdist.all_reduce(np.zeros(3))
+    return None
+
+
+def test_the_worker_does_not_wait_for_itself():
+    (text,) = run(_die_in_worker, 2)[0]
+    assert text.startswith("DistError: rank 0 in barrier: this thread runs the group's queued operations"), text

@@ -94,6 +94,7 @@ const char *cd_status_name(cd_status code)
     case CD_STORE_TIMEOUT: return "store timeout";
     case CD_STORE: return "store";
     case CD_INTERRUPTED: return "interrupted";
+    case CD_NESTED: return "nested";
     case CD_TIMED_OUT: return "timed out";
     case CD_PEER_LOST: return "peer lost";
     case CD_ABORTED: return "aborted";

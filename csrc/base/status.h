@@ -20,6 +20,7 @@ typedef enum {
     CD_STORE_TIMEOUT, /* DistStoreError and DistTimeoutError: a key did not come in time */
     CD_STORE,         /* DistStoreError: the store refused, is closed or is lost */
     CD_INTERRUPTED,   /* a Python exception (Ctrl-C) is set by the idle callback; passed on as it is */
+    CD_NESTED,        /* DistError: it would wait for an operation that its own thread is in the middle of */
     /* The group: sticky, the same cause for all later calls. */
     CD_GROUP_FIRST = 32,
     CD_TIMED_OUT = CD_GROUP_FIRST, /* DistTimeoutError: the deadline of an operation passed */

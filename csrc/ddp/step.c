@@ -41,7 +41,7 @@ cd_status cd_reducer_begin(cd_reducer *r, cd_step step, const cd_patience *patie
         cd_piece_of_bucket *p = &r->pieces[i];
         if (p->work) {
             cd_status status = cd_work_wait(p->work, patience);
-            if (status == CD_WAIT_EXPIRED || status == CD_INTERRUPTED)
+            if (status == CD_WAIT_EXPIRED || status == CD_INTERRUPTED || status == CD_NESTED)
                 return status;
             cd_work_release(p->work);
             p->work = 0;

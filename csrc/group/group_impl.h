@@ -21,6 +21,7 @@ struct cd_group {
     _Atomic uint32_t *gone; /* by group rank; in shared memory or own */
     int32_t *world_ranks;
     cd_patience template; /* spin budget, cause, gone, names */
+    _Atomic(const void *) holder; /* while busy: the thread that runs the operation */
 
     _Atomic int refs;
     cd_world *world;
@@ -80,6 +81,9 @@ cd_status cd_group_settle(cd_group *group, const cd_op *op, cd_status status);
  * if there is one, CD_PEER_LOST if the rank of the thread's error is gone, otherwise `status` and the error as they were. */
 cd_status cd_group_first_cause(cd_group *group, cd_status status);
 void cd_queue_stop(cd_group *group);
+/* CD_NESTED where the calling thread is in the middle of one of the group's operations, or is its worker (Python code that runs
+ * meanwhile: a signal handler, a __del__): none that is queued can run before it returns. */
+cd_status cd_group_refuse_nested(cd_group *group, cd_kind kind);
 
 /* p2p.c */
 /* What a failed wait for a message says: the first cause if there is one. `status`: CD_PEER_LOST or CD_ABORTED. */

@@ -196,11 +196,54 @@ cd_status cd_group_execute(cd_group *g, cd_op *op, cd_patience *patience, cd_rec
     return status;
 }
 
+/* ---- the right to run ---- */
+
+/* Its address tells the threads of this process apart. */
+static _Thread_local char this_thread;
+
 /* An uncontended exchange: the one atomic read-modify-write on the way of an operation; it lets several threads use a group. */
 static inline bool try_claim(cd_group *g)
 {
-    return atomic_load_explicit(&g->pending, memory_order_acquire) == 0 &&
-           atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) == 0;
+    if (atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) != 0)
+        return false;
+    atomic_store_explicit(&g->holder, &this_thread, memory_order_relaxed);
+    return true;
+}
+
+/* Release: the next owner sees `sequence` and the backend's state. */
+static inline void give_back(cd_group *g)
+{
+    atomic_store_explicit(&g->holder, NULL, memory_order_relaxed);
+    atomic_store_explicit(&g->busy, 0, memory_order_release);
+}
+
+static bool is_worker(cd_group *g)
+{
+    pthread_mutex_lock(&g->queue_lock);
+    bool is = g->worker_runs && pthread_equal(g->worker, pthread_self());
+    pthread_mutex_unlock(&g->queue_lock);
+    return is;
+}
+
+cd_status cd_group_refuse_nested(cd_group *g, cd_kind kind)
+{
+    const char *name = cd_kind_name(kind);
+    char before[48] = "an operation";
+    cd_record_view running;
+    /* Relaxed: only this thread writes its own address, and takes it away. */
+    if (atomic_load_explicit(&g->holder, memory_order_relaxed) == &this_thread) {
+        if (cd_record_find(g->page, g->context, &running))
+            cd_record_name(&running, before, sizeof before);
+        return cd_fail_rank(CD_NESTED, g->world->rank,
+                            "rank %d in %s: this thread is still in %s of the same group, which would wait for itself; a signal "
+                            "handler, __del__ or callback that runs meanwhile should only note what is to be done afterwards",
+                            g->world->rank, name, before);
+    }
+    if (is_worker(g))
+        return cd_fail_rank(CD_NESTED, g->world->rank,
+                            "rank %d in %s: this thread runs the group's queued operations and would wait for itself; the "
+                            "__del__ of an array should make no collective call", g->world->rank, name);
+    return CD_OK;
 }
 
 /* ---- behind the queue ---- */
@@ -214,13 +257,10 @@ static bool has_begun(const cd_work *work)
 }
 
 /* The time is up while operations before this one are not through: the rank that the one that runs waits for is at fault. */
-static cd_status fail_behind(cd_group *g, const cd_work *work)
+static cd_status fail_behind(cd_group *g, cd_kind kind)
 {
-    const char *name = cd_kind_name(work->op.kind);
     cd_record_view running;
-    if (has_begun(work))
-        return cd_fail(CD_TIMED_OUT, "%s did not end at its deadline", name);
-    cd_fail(CD_TIMED_OUT, "the deadline of %s passed while operations before it were not complete", name);
+    cd_fail(CD_TIMED_OUT, "the deadline of %s passed while operations before it were not complete", cd_kind_name(kind));
     if (!cd_record_find(g->page, g->context, &running))
         return CD_TIMED_OUT;
     const cd_op before = {.kind = CD_BARRIER, .root = -1, .sequence = running.sequence};
@@ -236,7 +276,8 @@ static cd_status fail_behind(cd_group *g, const cd_work *work)
 static cd_status give_up(cd_group *g, const cd_op *op, cd_work *work, const cd_patience *patience, cd_status status)
 {
     if (status == CD_WAIT_EXPIRED)
-        status = fail_behind(g, work);
+        status = has_begun(work) ? cd_fail(CD_TIMED_OUT, "%s did not end at its deadline", cd_kind_name(op->kind))
+                                 : fail_behind(g, op->kind);
     status = cd_group_settle(g, op, status);
     cd_error why = *cd_last_error();
     /* An interrupted caller may hold what the worker needs before it comes to us (Python: the GIL, to let go of arrays). */
@@ -252,6 +293,7 @@ static cd_status give_up(cd_group *g, const cd_op *op, cd_work *work, const cd_p
 static cd_status run_behind_queue(cd_group *g, const cd_op *op, const cd_patience *patience)
 {
     cd_work *work;
+    CD_TRY(cd_group_refuse_nested(g, op->kind));
     CD_TRY(issue(g, op, cd_deadline_left_ns(patience->deadline), patience->deadline, patience, &work));
     cd_status status = cd_work_wait(work, patience);
     if (status == CD_WAIT_EXPIRED && has_begun(work)) {
@@ -277,10 +319,9 @@ cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
         CD_TRY(cd_group_refuse(g));
     if (is_message(op) && op->device == CD_CPU)
         return cd_p2p_run(g, op, patience);
-    if (cd_likely(try_claim(g))) {
+    if (cd_likely(atomic_load_explicit(&g->pending, memory_order_acquire) == 0 && try_claim(g))) {
         cd_status status = cd_group_execute(g, op, patience, NULL, 0);
-        /* Release: the next owner sees `sequence` and the backend's state. */
-        atomic_store_explicit(&g->busy, 0, memory_order_release);
+        give_back(g);
         return status;
     }
     return run_behind_queue(g, op, patience);
@@ -307,11 +348,13 @@ static void run_queued(cd_group *g, cd_work *work)
     if (status == CD_OK) {
         /* A caller that runs an operation of its own in another thread has it for at most that operation. */
         cd_waiter waiter = cd_waiter_start(&patience);
-        while (status == CD_OK && atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) != 0)
+        while (status == CD_OK && !try_claim(g))
             status = cd_waiter_turn(&waiter);
         if (status == CD_OK) {
             status = cd_group_execute(g, &work->op, &patience, work->record, work->ticket);
-            atomic_store_explicit(&g->busy, 0, memory_order_release);
+            give_back(g);
+        } else if (status == CD_TIMED_OUT) {
+            status = fail_behind(g, work->op.kind);
         }
     }
     cd_work_complete(work, status);
@@ -401,8 +444,10 @@ static cd_status start_on_gpu(cd_group *g, cd_work *work, const cd_patience *loo
         patience.idle_ctx = look->idle_ctx;
     }
     cd_waiter waiter = cd_waiter_start(&patience);
-    while (atomic_exchange_explicit(&g->busy, 1, memory_order_acquire) != 0)
+    while (!try_claim(g)) {
+        CD_TRY(cd_group_refuse_nested(g, work->op.kind));
         CD_TRY(cd_waiter_turn(&waiter));
+    }
     count(g, &work->op);
     work->started_ns = cd_now_ns();
     cd_record_start(work->record, work->ticket, work->op.sequence);
@@ -410,7 +455,7 @@ static cd_status start_on_gpu(cd_group *g, cd_work *work, const cd_patience *loo
     cd_status status = gpu->ops->start(gpu, &work->op, &patience, &work->event);
     if (status != CD_OK)
         status = cd_group_settle(g, &work->op, status);
-    atomic_store_explicit(&g->busy, 0, memory_order_release);
+    give_back(g);
     return status;
 }
 

@@ -196,6 +196,7 @@ static cd_status wait_done(cd_work *work, cd_patience *patience)
     }
     if (work->is_p2p)
         return wait_message(work, patience);
+    CD_TRY(cd_group_refuse_nested(work->group, work->op.kind));
     /* Each rank has a worker that needs the core more than we do, who only wait for it: where cores are fewer than both, sleep
      * at once. */
     patience->bell = &work->bell;

@@ -29,6 +29,7 @@ static class_of_code find_class(cd_status code)
     case CD_IO:
     case CD_PROTOCOL:
     case CD_NETWORK: return (class_of_code){"DistNetworkError", NULL};
+    case CD_NESTED:
     case CD_OK:
     case CD_INTERRUPTED: break;
     }
