@@ -30,7 +30,8 @@ BASES = {
 # csrc/base/status.h
 CODES = {
     1: ValueError, 2: TypeError, 3: TypeError, 4: MemoryError, 5: errors.QueueEmptyError,
-    6: errors.DistTimeoutError, 7: errors.DistStoreTimeoutError, 8: errors.DistStoreError, 10: errors.DistError,
+    6: errors.DistTimeoutError, 7: errors.DistStoreTimeoutError, 8: errors.DistStoreError,
+    10: errors.DistError,
     32: errors.DistTimeoutError, 33: errors.PeerLostError, 34: errors.AbortedError, 35: errors.MismatchError,
     36: errors.DistNetworkError, 37: errors.DistBackendError, 64: errors.RefusedError,
     65: errors.DistNetworkError, 66: errors.DistNetworkError,

@@ -1,13 +1,17 @@
 """What users get wrong first: one sentence says what, where and what to do instead."""
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import cdist
 import cdist.multiprocessing as mp
+import ml_dtypes
 import numpy as np
 import pytest
 from cdist import doctor
@@ -35,7 +39,23 @@ def _calls(rank, world):
     _raises(TypeError, "pass list(x) of an array", cdist.all_gather, np.ones((2, 3)), x)
     _raises(ValueError, "a root is given as src= or dst=", cdist.broadcast, x)
     _raises(TypeError, "tag must be an integer, not str", cdist.send, x, 1 - rank, tag="a")
-    _raises(OverflowError, "", cdist.send, x, 1 - rank, tag=1 << 80)
+    _raises(
+        ValueError,
+        "send: tag must be from -2**63 to 2**63 - 1, not 9223372036854775808",
+        cdist.send,
+        x,
+        1 - rank,
+        tag=1 << 63,
+    )
+    _raises(ValueError, "send: invalid destination rank: 7", cdist.send, x, 7)
+    _raises(ValueError, "irecv: invalid source rank: -3", cdist.irecv, x, -3)
+    _raises(
+        ValueError, "isend: Must specify global_rank or group_rank: a destination is given", cdist.isend, x
+    )
+    _raises(ValueError, "send: Invalid destination rank", cdist.send, x, rank)
+    _raises(ValueError, "or a timedelta, not -2.5", cdist.all_reduce, x, timeout=-2.5)
+    for odd in (ml_dtypes.float8_e4m3fnuz, "M8[s]", np.dtype(float).newbyteorder()):
+        _raises(TypeError, f"elements of dtype {np.dtype(odd)} (", cdist.all_reduce, np.zeros(3, odd))
     _raises(ValueError, "Call destroy_process_group() in between", cdist.init_process_group)
     _raises(
         TypeError,
@@ -151,3 +171,91 @@ def test_a_script_may_set_the_master_port_under_cdistrun(tmp_path):
     command = [sys.executable, "-m", "cdist.run", "--nproc-per-node", "2", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "2\n2\n"), done.stderr
+
+
+def _in_a_process(body):
+    script = textwrap.dedent(body)
+    command = [sys.executable, "-c", script]
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": PACKAGE}, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_call_at_the_end_of_the_program_says_that_the_group_is_destroyed(tmp_path):
+    done = _in_a_process(f"""
+        import cdist, numpy
+        class Late:
+            def __del__(self):
+                try:
+                    cdist.barrier()
+                except ValueError as error:
+                    print(error)
+                try:
+                    cdist.get_rank()
+                except ValueError as error:
+                    print(error)
+        late = Late()
+        try:
+            cdist.barrier()
+        except ValueError as error:
+            print(error)
+        cdist.init_process_group(init_method="file://{tmp_path}/meet", rank=0, world_size=1)
+        """)
+    early, barrier, rank = done.stdout.splitlines()
+    said = "Default process group has not been initialized, please make sure to call init_process_group."
+    ended = " The one that was there is destroyed: by destroy_process_group(), or because the program ends"
+    assert (early, barrier, rank) == (f"barrier: {said}", f"barrier: {said}{ended}", f"{said}{ended}")
+
+
+def _limited(rank, world, path):
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, resource.RLIM_INFINITY))
+    with pytest.raises((MemoryError, cdist.DistError)) as caught:
+        cdist.init_process_group(init_method=f"file://{path}", rank=rank, world_size=world, timeout=20)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path):
+    (kind, text), _ = run(_limited, 2, tmp_path / "meet", init=False)
+    assert kind == "MemoryError"
+    assert "ulimit -f unlimited lifts it, CDIST_TRANSPORT=tcp does without" in text
+
+
+def _destroy_meanwhile(rank, world, call):
+    group = cdist.group.WORLD
+    if rank:
+        group.get_group_store().get("over")
+        return None
+    x = np.zeros(3)
+    calls = {"all_reduce": lambda: cdist.all_reduce(x), "recv": lambda: cdist.recv(x, 1)}
+    said = []
+
+    def wait():
+        try:
+            calls[call]()
+        except cdist.AbortedError as error:
+            said.append(str(error))
+
+    store = group.get_group_store()
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    while cdist._core._records(group, 0, 1)["operations"][:1] in ([], None) or (
+        cdist._core._records(group, 0, 1)["operations"][0]["state"] != "running"
+    ):
+        time.sleep(0.001)
+    cdist.destroy_process_group()
+    waiter.join()
+    store.set("over", "")
+    return said
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize(
+    ("call", "begin"),
+    [("all_reduce", "rank 0 in all_reduce (sequence 1): "), ("recv", "rank 0 in recv(from 1, tag 0): ")],
+)
+def test_a_call_that_destroy_cuts_off_is_named(call, begin, transport):
+    (text,) = run(_destroy_meanwhile, 2, call, transport=transport)[0]
+    assert text.startswith(f"{begin}the process group was destroyed: destroy_process_group() comes after"), (
+        text
+    )

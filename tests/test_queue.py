@@ -170,7 +170,10 @@ def test_a_failure_in_a_background_thread_is_raised_by_wait():
 
 
 def _records_of(group):
-    return [(op["operation"], op["state"]) for op in cdist._core._records(group, cdist.get_rank(), 4)["operations"]]
+    return [
+        (op["operation"], op["state"])
+        for op in cdist._core._records(group, cdist.get_rank(), 4)["operations"]
+    ]
 
 
 def _signal_when_inside(group, operation):
@@ -180,7 +183,7 @@ def _signal_when_inside(group, operation):
 
 
 def _handle(rank, world):
-    """Rank 0 makes calls in a handler that runs while it waits in all_reduce; rank 1 comes when that is through."""
+    """Rank 0 makes calls in a handler that runs while it waits in all_reduce; rank 1 comes afterwards."""
     group, other = cdist.group.WORLD, cdist.new_group([0, 1])
     store = group.get_group_store()
     said = []
@@ -256,4 +259,6 @@ def _die_in_worker(rank, world):
 
 def test_the_worker_does_not_wait_for_itself():
     (text,) = run(_die_in_worker, 2)[0]
-    assert text.startswith("DistError: rank 0 in barrier: this thread runs the group's queued operations"), text
+    assert text.startswith("DistError: rank 0 in barrier: this thread runs the group's queued operations"), (
+        text
+    )

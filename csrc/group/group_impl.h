@@ -6,6 +6,8 @@
 
 #include <pthread.h>
 
+#define CD_DESTROYED_TEXT "the process group was destroyed: destroy_process_group() comes after the last call of all threads"
+
 struct cd_group {
     /* Hot: read or written by every operation. */
     _Atomic uint32_t busy;    /* 1 while somebody runs an operation: the right to use `cpu` and `sequence` */
@@ -45,7 +47,7 @@ struct cd_group {
     bool worker_runs, worker_stop;
 
     pthread_mutex_t orphans_lock; /* works that nobody holds any more but that still move, or run on the GPU */
-    cd_work *orphans;
+    cd_work *_Atomic orphans; /* written under the lock; a look without it only says whether to take it */
 };
 
 /* Acquire: pairs with the release in cd_group_open_device; the monitor asks while a caller opens. */

@@ -12,7 +12,7 @@ cd_status cd_group_refuse(cd_group *g)
     if (cd_world_forked(g->world))
         return cd_world_refuse_fork(g->world);
     if (atomic_load_explicit(&g->closed, memory_order_acquire))
-        return cd_fail_rank(CD_ABORTED, g->world->rank, "the process group was destroyed");
+        return cd_fail_rank(CD_ABORTED, g->world->rank, CD_DESTROYED_TEXT);
     return cd_cause_check(g->cause);
 }
 
@@ -87,6 +87,21 @@ static const char *place_of(const cd_op *op, char *out, size_t bytes)
     return out;
 }
 
+static cd_status name_place(const cd_group *g, const cd_op *op)
+{
+    char place[64];
+    return cd_fail_prefix("rank %d in %s: ", g->world->rank, place_of(op, place, sizeof place));
+}
+
+/* For an operation that has no place in any order yet. */
+static cd_status refuse(cd_group *g, cd_kind kind)
+{
+    cd_status status = cd_group_refuse(g);
+    if (status == CD_ABORTED && atomic_load_explicit(&g->closed, memory_order_acquire))
+        cd_fail_prefix("rank %d in %s: ", g->world->rank, cd_kind_name(kind));
+    return status;
+}
+
 cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
 {
     char place[64];
@@ -109,7 +124,7 @@ cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
     }
     if (atomic_load_explicit(&g->cause->state, memory_order_acquire) == CD_CAUSE_NONE &&
         !atomic_load_explicit(&g->closed, memory_order_acquire)) {
-        cd_fail_prefix("rank %d in %s: ", g->world->rank, place_of(op, place, sizeof place));
+        name_place(g, op);
         error = *cd_last_error();
         error.code = status;
         cd_group_abort(g, &error);
@@ -120,7 +135,8 @@ cd_status cd_group_settle(cd_group *g, const cd_op *op, cd_status status)
         if (cause != CD_OK)
             return cause;
     }
-    return cd_fail_with(&error);
+    cd_fail_with(&error);
+    return status == CD_ABORTED ? name_place(g, op) : status;
 }
 
 static cd_status run_on_backend(cd_group *g, const cd_op *op, const cd_patience *patience)
@@ -316,7 +332,7 @@ static cd_status run_behind_queue(cd_group *g, const cd_op *op, const cd_patienc
 cd_status cd_group_run(cd_group *g, cd_op *op, cd_patience *patience)
 {
     if (!is_usable(g))
-        CD_TRY(cd_group_refuse(g));
+        CD_TRY(refuse(g, op->kind));
     if (is_message(op) && op->device == CD_CPU)
         return cd_p2p_run(g, op, patience);
     if (cd_likely(atomic_load_explicit(&g->pending, memory_order_acquire) == 0 && try_claim(g))) {
@@ -344,7 +360,7 @@ static void run_queued(cd_group *g, cd_work *work)
     atomic_store_explicit(&work->begun, true, memory_order_relaxed);
     cd_deadline own = cd_deadline_after_ns(work->timeout_ns);
     cd_patience patience = cd_patience_until(own.at_ns < work->latest.at_ns ? own : work->latest, g->size);
-    cd_status status = cd_group_refuse(g);
+    cd_status status = refuse(g, work->op.kind);
     if (status == CD_OK) {
         /* A caller that runs an operation of its own in another thread has it for at most that operation. */
         cd_waiter waiter = cd_waiter_start(&patience);
@@ -399,7 +415,7 @@ static cd_status start_worker(cd_group *g)
 static cd_status push(cd_group *g, cd_work *work)
 {
     pthread_mutex_lock(&g->queue_lock);
-    cd_status status = g->worker_stop ? cd_fail(CD_ABORTED, "the process group was destroyed") : CD_OK;
+    cd_status status = g->worker_stop ? cd_fail_rank(CD_ABORTED, g->world->rank, CD_DESTROYED_TEXT) : CD_OK;
     if (status == CD_OK && !g->worker_runs)
         status = start_worker(g);
     if (status == CD_OK) {
@@ -435,7 +451,7 @@ static cd_status start_on_gpu(cd_group *g, cd_work *work, const cd_patience *loo
     cd_backend *gpu = cd_group_gpu(g);
     if (!gpu)
         return cd_fail(CD_UNSUPPORTED, "%s: this group has no GPU backend", cd_kind_name(work->op.kind));
-    if (g->orphans)
+    if (atomic_load_explicit(&g->orphans, memory_order_relaxed))
         cd_orphans_reap(g, false);
     cd_patience patience = cd_patience_until(cd_deadline_after_ns(work->timeout_ns), g->size);
     patience.cause = g->cause;
@@ -462,7 +478,7 @@ static cd_status start_on_gpu(cd_group *g, cd_work *work, const cd_patience *loo
 static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_deadline latest, const cd_patience *look,
                        cd_work **out)
 {
-    CD_TRY(cd_group_refuse(g));
+    CD_TRY(refuse(g, op->kind));
     cd_work *work;
     CD_TRY(cd_work_create(g, op, timeout_ns, &work));
     work->latest = latest;

@@ -159,8 +159,7 @@ cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
 void cd_orphans_reap(cd_group *g, bool cancel)
 {
     pthread_mutex_lock(&g->orphans_lock);
-    cd_work *list = g->orphans;
-    g->orphans = 0;
+    cd_work *list = atomic_exchange_explicit(&g->orphans, NULL, memory_order_relaxed);
     pthread_mutex_unlock(&g->orphans_lock);
     while (list) {
         cd_work *work = list;
@@ -181,7 +180,7 @@ cd_status cd_p2p_start(cd_group *g, cd_work *work)
     if (g->size == 1 && !g->world->mesh)
         return cd_fail(CD_BAD_ARGUMENT, "%s: the group has one rank only, there is nobody to talk to",
                        cd_kind_name(work->op.kind));
-    if (g->orphans)
+    if (atomic_load_explicit(&g->orphans, memory_order_relaxed))
         cd_orphans_reap(g, false);
     if (span_of(&work->op)->dims)
         CD_TRY(pack(&work->op, &work->packed));

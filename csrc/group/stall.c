@@ -279,7 +279,7 @@ static cd_status watch_idle(void *ctx)
     cd_watch *watch = ctx;
     const cd_group *g = watch->group;
     if (atomic_load_explicit(&g->closed, memory_order_acquire))
-        return cd_fail_rank(CD_ABORTED, g->world->rank, "the process group was destroyed during the operation");
+        return cd_fail_rank(CD_ABORTED, g->world->rank, CD_DESTROYED_TEXT);
     uint64_t now = cd_now_coarse_ns();
     if (!watch->started_ns)
         watch->started_ns = now;

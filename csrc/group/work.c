@@ -95,8 +95,8 @@ void cd_work_release(cd_work *work)
         pthread_mutex_lock(&group->orphans_lock);
         bool keep = !atomic_load_explicit(&group->closed, memory_order_acquire);
         if (keep) {
-            work->next = group->orphans;
-            group->orphans = work;
+            work->next = atomic_load_explicit(&group->orphans, memory_order_relaxed);
+            atomic_store_explicit(&group->orphans, work, memory_order_relaxed);
         }
         pthread_mutex_unlock(&group->orphans_lock);
         if (keep)

@@ -317,7 +317,7 @@ void cd_world_close(cd_world *w)
     cd_groups_close_all(w);
     cd_monitor_stop(w);
     if (w->mesh && !forked) {
-        cd_error why = {.code = CD_ABORTED, .rank = w->rank, .text = "the process group was destroyed"};
+        cd_error why = {.code = CD_ABORTED, .rank = w->rank, .text = CD_DESTROYED_TEXT};
         cd_mesh_close(w->mesh, &why);
     }
     for (int r = 0; w->controls && r < w->world; r++)

@@ -143,6 +143,20 @@ void cd_py_call_agree(cd_py_call *call, const cd_py_array *array)
         call->op.shape[i] = array->shape[i];
 }
 
+static void refuse_bytes(const cd_py_call *call)
+{
+    PyObject *object = call->arrays ? call->array[0].object : call->lists ? call->list[0].items[0].object : NULL;
+    PyObject *dtype = object ? PyObject_GetAttrString(object, "dtype") : NULL;
+    PyObject *text = dtype ? PyObject_Str(dtype) : NULL;
+    PyErr_Clear();
+    PyErr_Format(PyExc_TypeError,
+                 "%s: elements of dtype %V (%u bytes each) can be moved but not reduced: reduce a copy in numbers of this "
+                 "machine, such as x.astype(float), x.view('i8') of dates, or x['name'] of records",
+                 call->function, text, "unknown", call->op.item_bytes);
+    Py_XDECREF(text);
+    Py_XDECREF(dtype);
+}
+
 int cd_py_call_reduction(cd_py_call *call, PyObject *op)
 {
     if (cd_py_redop_read(call->state, op, &call->op.redop, &call->op.factor) < 0)
@@ -154,11 +168,7 @@ int cd_py_call_reduction(cd_py_call *call, PyObject *op)
         PyErr_Format(PyExc_TypeError, "%s does not support ReduceOp.%s on complex tensors (%s)", call->function, name,
                      cd_dtype_name(call->op.dtype));
     else if (call->op.dtype == CD_BYTES)
-        PyErr_Format(PyExc_TypeError,
-                     "%s: elements of this dtype (%u bytes each; dates, records, text or numbers of the other byte order) can be "
-                     "moved but not reduced: reduce a copy in numbers of this machine, such as x.astype(float), "
-                     "x.view('i8') of dates, or x['name'] of records",
-                     call->function, call->op.item_bytes);
+        refuse_bytes(call);
     else
         PyErr_Format(PyExc_TypeError, "%s: Cannot use ReduceOp.%s with %s%s", call->function, name,
                      cd_dtype_name(call->op.dtype),

@@ -33,12 +33,15 @@ int cd_py_p2p_add(PyObject *module);        /* send, recv, isend, irecv */
     }
 
 /* What every docstring of this family ends with. */
-#define CD_PY_DOC_COMMON                                                                                          \
+#define CD_PY_DOC_COMMON CD_PY_DOC_OPTIONS CD_PY_DOC_ARRAYS CD_PY_DOC_RAISES
+#define CD_PY_DOC_OPTIONS                                                                                         \
     "    group: the ranks that take part; None is the default group.\n"                                           \
     "    async_op: return a Work at once instead of waiting.\n"                                                   \
-    "    timeout: seconds or timedelta; None is the group's; 0 polls once.\n\n"                                   \
+    "    timeout: seconds or timedelta; None is the group's; 0 polls once.\n\n"
+#define CD_PY_DOC_ARRAYS                                                                                          \
     "Arrays are NumPy arrays, torch tensors or anything with DLPack, an array interface or the buffer protocol, of any\n" \
-    "strides; they are used in place. Returns None, or a Work.\n\n"                                               \
+    "strides; they are used in place. Returns None, or a Work.\n\n"
+#define CD_PY_DOC_RAISES                                                                                          \
     "Raises:\n"                                                                                                   \
     "    TypeError, ValueError: wrong arguments, before anything is sent.\n"                                      \
     "    MismatchError: other ranks made another call; DistTimeoutError, PeerLostError, AbortedError.\n"

@@ -6,10 +6,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static int ns_of_seconds(double seconds, uint64_t *ns_p)
+static int ns_of_seconds(PyObject *timeout, double seconds, uint64_t *ns_p)
 {
     if (isnan(seconds) || seconds < 0) {
-        PyErr_SetString(PyExc_ValueError, "timeout must be a non-negative number of seconds or a timedelta");
+        PyErr_Format(PyExc_ValueError, "timeout must be a non-negative number of seconds or a timedelta, not %R", timeout);
         return -1;
     }
     /* Beyond 2^63 ns (292 years) is never. */
@@ -35,7 +35,7 @@ int cd_py_timeout_ns(PyObject *timeout, uint64_t default_ns, uint64_t *ns_p)
                          Py_TYPE(timeout)->tp_name);
         return -1;
     }
-    return ns_of_seconds(seconds, ns_p);
+    return ns_of_seconds(timeout, seconds, ns_p);
 }
 
 cd_deadline cd_py_deadline(uint64_t ns)

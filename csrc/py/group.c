@@ -10,13 +10,18 @@
 
 /* ---------------------------------------------------------------------------------------------------- for the others */
 
+static int refuse_without_default(cd_py_state *state, const char *function)
+{
+    const char *ended = " The one that was there is destroyed: by destroy_process_group(), or because the program ends";
+    PyErr_Format(PyExc_ValueError, "%s%sDefault process group has not been initialized, please make sure to call "
+                 "init_process_group.%s", function, *function ? ": " : "", state->had_default_group ? ended : "");
+    return -1;
+}
+
 static int warn_outsider(cd_py_state *state, const char *function)
 {
-    if (!state->default_group) {
-        PyErr_SetString(PyExc_ValueError, "Default process group has not been initialized, please make sure to call "
-                                          "init_process_group.");
-        return -1;
-    }
+    if (!state->default_group)
+        return refuse_without_default(state, function);
     int rank = ((cd_py_group *)state->default_group)->world_rank;
     return PyErr_WarnFormat(PyExc_UserWarning, 1, "Running %s on global rank %d which does not belong to the given group.",
                             function, rank);
@@ -44,14 +49,19 @@ int cd_py_group_get(cd_py_state *state, PyObject *object, const char *function, 
     return 1;
 }
 
+static const char *role_of(const char *function)
+{
+    return strstr(function, "send") ? "destination" : strstr(function, "recv") ? "source" : "root";
+}
+
 static int group_rank_of(const cd_py_group *group, const char *function, int world_rank)
 {
     const int32_t *ranks = cd_group_world_ranks(group->group);
     for (int i = 0; i < group->size; i++)
         if (ranks[i] == world_rank)
             return i;
-    PyErr_Format(PyExc_ValueError, "%s: invalid root rank: %d. Global rank %d is not part of group %R", function, world_rank,
-                 world_rank, group->ranks);
+    PyErr_Format(PyExc_ValueError, "%s: invalid %s rank: %d. Global rank %d is not part of group %R", function,
+                 role_of(function), world_rank, world_rank, group->ranks);
     return -1;
 }
 
@@ -67,8 +77,8 @@ int cd_py_group_peer(const cd_py_group *group, const char *function, PyObject *g
         if (cd_py_int(local, "group rank", &rank) < 0)
             return -1;
         if (rank < 0 || rank >= group->size) {
-            PyErr_Format(PyExc_ValueError, "%s: invalid root rank: %d. Group rank %d is not part of a group of %d", function,
-                         rank, rank, group->size);
+            PyErr_Format(PyExc_ValueError, "%s: invalid %s rank: %d. Group rank %d is not part of a group of %d", function,
+                         role_of(function), rank, rank, group->size);
             return -1;
         }
         *rank_p = rank;
@@ -77,8 +87,8 @@ int cd_py_group_peer(const cd_py_group *group, const char *function, PyObject *g
     if (cd_py_is_given(global) && cd_py_int(global, "rank", &rank) < 0)
         return -1;
     if (!cd_py_is_given(global) && fallback < 0) {
-        PyErr_Format(PyExc_ValueError, "%s: Must specify global_rank or group_rank: a root is given as src= or dst=, or as "
-                     "group_src= or group_dst= where it is a rank of the group", function);
+        PyErr_Format(PyExc_ValueError, "%s: Must specify global_rank or group_rank: a %s is given as src= or dst=, or as "
+                     "group_src= or group_dst= where it is a rank of the group", function, role_of(function));
         return -1;
     }
     *rank_p = group_rank_of(group, function, rank);
@@ -531,6 +541,7 @@ static PyObject *set_default_group(PyObject *module, PyObject *group)
         PyErr_SetString(PyExc_TypeError, "the default group must be a ProcessGroup or None");
         return NULL;
     }
+    state->had_default_group |= state->default_group != NULL;
     Py_XSETREF(state->default_group, group == Py_None ? NULL : Py_NewRef(group));
     Py_RETURN_NONE;
 }
@@ -542,9 +553,20 @@ static PyObject *get_default_group(PyObject *module, PyObject *unused)
     return Py_NewRef(state->default_group ? state->default_group : Py_None);
 }
 
+/* _need_default_group(function): the default group, or the error of `function` ("": not known) that there is none. */
+static PyObject *need_default_group(PyObject *module, PyObject *function)
+{
+    cd_py_state *state = cd_py_state_of(module);
+    const char *name = state->default_group ? NULL : PyUnicode_AsUTF8(function);
+    if (name)
+        refuse_without_default(state, name);
+    return Py_XNewRef(state->default_group);
+}
+
 static PyMethodDef functions[] = {
     {"_set_default_group", set_default_group, METH_O, "Sets what group=None means."},
     {"_get_default_group", get_default_group, METH_NOARGS, "The group that group=None means, or None."},
+    {"_need_default_group", need_default_group, METH_O, "The same, or a ValueError of the function that is named."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -350,9 +350,9 @@ static PyMethodDef methods[] = {
                  "    output_split_sizes, input_split_sizes: rows for each rank; None or [] is equal parts.\n" CD_PY_DOC_COMMON),
     CD_PY_METHOD("barrier", barrier,
                  "barrier(group=None, async_op=False, device_ids=None, timeout=None)\n--\n\n"
-                 "Returns when all ranks have called it.\n\n"
+                 "Returns when all ranks have called it: None, or with async_op=True a Work at once.\n\n"
                  "Args:\n"
-                 "    device_ids: accepted, not needed.\n" CD_PY_DOC_COMMON),
+                 "    device_ids: accepted, not needed.\n" CD_PY_DOC_OPTIONS CD_PY_DOC_RAISES),
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,18 +10,19 @@ static bool set_peer(cd_py_call *call, PyObject *global, PyObject *local, PyObje
             return false;
     if (self_name && call->op.peer == call->group->rank) {
         PyErr_Format(PyExc_ValueError,
-                     "Invalid %s rank: %s rank should not be the same as the rank of the current process.", self_name,
-                     self_name);
+                     "%s: Invalid %s rank: %s rank should not be the same as the rank of the current process (%d); isend and "
+                     "irecv may", call->function, self_name, self_name, call->group->world_rank);
         return false;
     }
     if (!cd_py_is_given(tag))
         return true;
-    long long number = PyLong_AsLongLong(tag);
-    call->op.tag = number;
-    if (number != -1 || !PyErr_Occurred())
+    call->op.tag = PyLong_AsLongLong(tag);
+    if (call->op.tag != -1 || !PyErr_Occurred())
         return true;
     if (PyErr_ExceptionMatches(PyExc_TypeError))
-        PyErr_Format(PyExc_TypeError, "tag must be an integer, not %s", Py_TYPE(tag)->tp_name);
+        PyErr_Format(PyExc_TypeError, "%s: tag must be an integer, not %s", call->function, Py_TYPE(tag)->tp_name);
+    else if (PyErr_ExceptionMatches(PyExc_OverflowError))
+        PyErr_Format(PyExc_ValueError, "%s: tag must be from -2**63 to 2**63 - 1, not %R", call->function, tag);
     return false;
 }
 
@@ -86,13 +87,14 @@ CD_PY_FUNCTION(irecv)
 #define DOC_SEND                                                                                                  \
     "    tensor: any dtype; the receiver's has as many elements of the same dtype.\n"                             \
     "    dst: global rank, or group_dst: rank in the group.\n"                                                    \
-    "    tag: messages are matched by (sender, tag, group), first in, first out.\n"                               \
-    "    timeout: seconds or timedelta; None is the group's; 0 polls once.\n\n"
+    "    tag: 64-bit integer; messages are matched by (sender, tag, group), first in, first out.\n"
 #define DOC_RECV                                                                                                  \
     "    tensor: as many elements of the same dtype as are sent; written in place.\n"                             \
     "    src: global rank, or group_src: rank in the group; neither: from whoever sends first.\n"                 \
-    "    tag: only messages with this tag.\n"                                                                     \
-    "    timeout: seconds or timedelta; None is the group's; 0 polls once.\n\n"
+    "    tag: 64-bit integer; only messages with this tag.\n"
+#define DOC_NOW "    timeout: seconds or timedelta; None is the group's; 0 polls once.\n\n"
+#define DOC_LATER                                                                                                 \
+    "    timeout: seconds or timedelta of a Work.wait() that is given none, from then on; None is the group's.\n\n"
 #define DOC_RAISES                                                                                                \
     "Raises:\n"                                                                                                   \
     "    TypeError, ValueError: wrong arguments, before anything is sent.\n"                                      \
@@ -102,19 +104,19 @@ static PyMethodDef methods[] = {
     CD_PY_METHOD("send", send,
                  "send(tensor, dst=None, group=None, tag=0, group_dst=None, timeout=None)\n--\n\n"
                  "Sends `tensor`; returns when the array may be changed again (large ones: when the receiver has come).\n\n"
-                 "Args:\n" DOC_SEND DOC_RAISES),
+                 "Args:\n" DOC_SEND DOC_NOW DOC_RAISES),
     CD_PY_METHOD("recv", recv,
                  "recv(tensor, src=None, group=None, tag=0, group_src=None, timeout=None)\n--\n\n"
                  "Receives into `tensor`; returns the global rank of the sender.\n\n"
-                 "Args:\n" DOC_RECV DOC_RAISES),
+                 "Args:\n" DOC_RECV DOC_NOW DOC_RAISES),
     CD_PY_METHOD("isend", isend,
                  "isend(tensor, dst=None, group=None, tag=0, group_dst=None, timeout=None)\n--\n\n"
                  "Starts to send and returns a Work. The array must not be changed before Work.wait().\n\n"
-                 "Args:\n" DOC_SEND DOC_RAISES),
+                 "Args:\n" DOC_SEND DOC_LATER DOC_RAISES),
     CD_PY_METHOD("irecv", irecv,
                  "irecv(tensor, src=None, group=None, tag=0, group_src=None, timeout=None)\n--\n\n"
                  "Starts to receive and returns a Work; Work.source_rank() tells the sender afterwards.\n\n"
-                 "Args:\n" DOC_RECV DOC_RAISES),
+                 "Args:\n" DOC_RECV DOC_LATER DOC_RAISES),
     {NULL, NULL, 0, NULL},
 };
 

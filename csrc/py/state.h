@@ -10,6 +10,8 @@
 #endif
 #include <Python.h>
 
+#include <stdbool.h>
+
 /* Every reference, in one list: fields, traverse and clear are made from it. */
 #define CD_PY_STATE_OBJECTS(X)                                                          \
     X(errors)        /* the module cdist.errors, imported at the first failure */       \
@@ -71,6 +73,7 @@ typedef struct {
     const void *exchange_api; /* of exchange_type */
     cd_py_getter cupy_getters[CD_PY_CUPY_GETTERS];
     cd_py_stream_func cupy_stream_function; /* CuPy's current stream, with the GIL held; NULL: ask cupy_stream */
+    bool had_default_group;
     void *store_servers;      /* list of this process's multi-tenant servers (store.c) */
 } cd_py_state;
 

@@ -54,7 +54,9 @@ cd_status cd_segment_create(size_t bytes, cd_segment *out)
         return cd_fail_errno(CD_IO, errno, "shared memory: memfd_create");
     cd_status status;
     if (ftruncate(made.fd, (off_t)bytes) != 0)
-        status = cd_fail_errno(CD_NO_MEMORY, errno, "shared memory: making %zu bytes", bytes);
+        status = cd_fail_errno(CD_NO_MEMORY, errno, "shared memory: making %zu bytes%s", bytes,
+                               errno != EFBIG ? "" : " (the limit of file sizes counts here too: ulimit -f unlimited lifts it, "
+                                                     "CDIST_TRANSPORT=tcp does without)");
     else if (fcntl(made.fd, F_ADD_SEALS, SEALS) != 0)
         status = cd_fail_errno(CD_IO, errno, "shared memory: sealing");
     else

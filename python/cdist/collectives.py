@@ -58,11 +58,7 @@ reduce_scatter_single = reduce_scatter_tensor
 def _member(group, function):
     """Return the group meant, or None after a warning when the caller is not in it."""
     if group is None:
-        group = _core._get_default_group()
-        if group is None:
-            raise ValueError(
-                "Default process group has not been initialized, please make sure to call init_process_group."
-            )
+        group = _core._need_default_group(function)
     if isinstance(group, int):
         world = _core._get_default_group()
         rank = world.rank() if world is not None else -1

@@ -69,9 +69,5 @@ def empty(shape, dtype="float32", group=None) -> CudaArray:
     if dtype.hasobject:
         raise TypeError(f"Python objects cannot lie in GPU memory (dtype {dtype})")
     if group is None:
-        group = _core._get_default_group()
-        if group is None:
-            raise ValueError(
-                "Default process group has not been initialized, please make sure to call init_process_group."
-            )
+        group = _core._need_default_group("cuda.empty")
     return CudaArray(group, (shape,) if isinstance(shape, Integral) else tuple(shape), dtype)

@@ -210,14 +210,12 @@ def _as_the_callers(error):
     return error if trace is not None else error.with_traceback(None)
 
 
-_NOT_INITIALIZED = (
-    "Default process group has not been initialized, please make sure to call init_process_group."
-)
+_NO_GROUP = "Default process group has not been initialized"
 
 
 def _explain_mixture(error, trace):
     """Add a word to torch's complaint of a missing group where an import was forgotten."""
-    if not isinstance(error, (ValueError, RuntimeError)) or not str(error).startswith(_NOT_INITIALIZED[:45]):
+    if not isinstance(error, (ValueError, RuntimeError)) or _NO_GROUP not in str(error):
         return
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -386,13 +384,14 @@ def destroy_process_group(group=None) -> None:
 
 
 def _default():
-    world = _core._get_default_group()
-    if world is None:
-        mixture = (
-            " (torch.distributed has one, cdist has not: import cdist as dist)" if _torch_has_one() else ""
-        )
-        raise ValueError(_NOT_INITIALIZED + mixture)
-    return world
+    try:
+        return _core._need_default_group("")
+    except ValueError as error:
+        if not _torch_has_one():
+            raise
+        raise ValueError(
+            f"{error} (torch.distributed has one, cdist has not: import cdist as dist)"
+        ) from None
 
 
 def _given(group):

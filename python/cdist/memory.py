@@ -41,11 +41,7 @@ def empty(shape, dtype="float32", group=None, device="cpu"):
         raise TypeError(f"Python objects cannot lie in shared memory (dtype {dtype})")
     shape = (shape,) if isinstance(shape, Integral) else tuple(shape)
     if group is None:
-        group = _core._get_default_group()
-        if group is None:
-            raise ValueError(
-                "Default process group has not been initialized, please make sure to call init_process_group."
-            )
+        group = _core._need_default_group("empty")
     count = math.prod(shape)
     block = _core._arena_block(group, count * dtype.itemsize) if count and dtype.itemsize else None
     if block is None:

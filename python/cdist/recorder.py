@@ -72,11 +72,7 @@ def collect(reason="asked"):
     """Return what dump() writes, as a dict of plain values."""
     from cdist.groups import _registry
 
-    world = _core._get_default_group()
-    if world is None:
-        raise ValueError(
-            "Default process group has not been initialized, please make sure to call init_process_group."
-        )
+    world = _core._need_default_group("dump")
     rank = world.rank()
     gone = _core._gone(world)
     peers = [_core._records(world, other, 16) for other in range(len(gone)) if other != rank]

@@ -208,11 +208,7 @@ def shrink(timeout=60, grace=5):
     """
     from cdist import groups
 
-    world = _core._get_default_group()
-    if world is None:
-        raise ValueError(
-            "Default process group has not been initialized, please make sure to call init_process_group."
-        )
+    world = _core._need_default_group("shrink")
     deadline = time.monotonic() + _seconds(timeout)
     _call_the_others(world, groups._registry.groups)
     shrunk = getattr(world, "_shrunk", 0) + 1
