@@ -1,5 +1,6 @@
 """cdistrun: environment, output, failures, signals, several nodes, and that nothing is left."""
 
+import inspect
 import json
 import os
 import queue
@@ -21,6 +22,7 @@ from cdist.launch import agent, logs, nodes, options
 from cdist.launch.binding import core_sets, parse_cores
 from cdist.launch.exits import MemoryWatch
 from cdist.launch.record import read_error, record
+from processes import is_alive, marked
 
 LIMIT = 30  # seconds; only a hang takes as long
 PER_NODE = "--nproc-per-node"
@@ -40,13 +42,8 @@ def wait_for(name):
     while not (folder / name).exists():
         time.sleep(0.01)
 
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
-
 """
+HEAD += inspect.getsource(is_alive) + "\n"
 
 
 class Launcher:
@@ -89,14 +86,7 @@ class Launcher:
             time.sleep(0.01)
 
     def marked(self):
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found.append((int(entry.name), (entry / "cmdline").read_bytes()))
-            except OSError:
-                continue
-        return found
+        return marked(self.mark)
 
     def assert_nothing_left(self):
         end = time.monotonic() + 10
@@ -694,6 +684,24 @@ def test_nothing_survives_the_launchers_death(launcher):  # K121
     process.kill()
     process.communicate(timeout=LIMIT)
     launcher.assert_nothing_left()
+
+
+def test_daemons_stay(launcher):
+    script = launcher.script("""
+        null = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        child = subprocess.Popen(["sleep", "600"], **null)
+        daemon = subprocess.Popen(["sleep", "600"], start_new_session=True, env={}, **null)
+        (folder / "pids").write_text(f"{child.pid} {daemon.pid}")
+        """)
+    result = launcher.run(PER_NODE, 1, script)
+    assert result.returncode == 0, result.stderr
+    child, daemon = map(int, (launcher.folder / "pids").read_text().split())
+    end = time.monotonic() + LIMIT
+    while is_alive(child) and time.monotonic() < end:
+        time.sleep(0.01)
+    alive = is_alive(child), is_alive(daemon)
+    os.kill(daemon, signal.SIGKILL)
+    assert alive == (False, True)
 
 
 def test_grandchildren_go_too(launcher):  # K122

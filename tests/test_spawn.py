@@ -15,20 +15,9 @@ from pathlib import Path
 import pytest
 from cdist import multiprocessing as mp
 from cdist.errors import PeerLostError
+from processes import is_alive, marked
 
 METHODS = ["spawn", "fork", "forkserver"]
-
-
-def marked(mark):
-    """Return the processes that carry a mark in their environment, zombies left out."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
 
 
 def assert_gone(mark, seconds=10.0):
@@ -119,13 +108,6 @@ def test_exceptions_survive_pickle_and_copy():  # K127
             assert type(other) is type(error)
             assert str(other) == str(error)
             assert vars(other) == vars(error)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
 
 
 def fail_after_the_other(index, folder):

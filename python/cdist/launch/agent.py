@@ -57,7 +57,7 @@ class Agent:
             self.run_id = os.urandom(8).hex() if options.standalone else "none"
 
     def run(self):
-        """Run the job and return the launcher's exit code; nothing that was started is left."""
+        """Run the job and return the launcher's exit code; nothing of the workers' groups is left."""
         self.memory = MemoryWatch()
         self.consoles = {"stdout": Console(1), "stderr": Console(2)}
         temporary = self._make_folder()
