@@ -4,6 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import cdist
@@ -114,6 +115,35 @@ def test_the_stub_of_distributed_data_parallel_has_its_methods():
             assert _named_parameters(runtime) == _stub_named_parameters(node), name
     ours = [base for base in TorchDataParallel.__mro__ if base.__module__.startswith("cdist")]
     assert {name for base in ours for name in vars(base) if not name.startswith("_")} <= set(methods)
+
+
+def test_what_calls_return_is_annotated():
+    assert typing.get_type_hints(cdist.get_process_group_ranks)["return"] == list[int]
+    assert typing.get_type_hints(cdist.batch_isend_irecv)["return"] == list[cdist.Work]
+    reduce = typing.get_type_hints(cdist.GradientReducer.reduce)
+    assert isinstance(reduce["return"], typing.TypeVar)
+    assert reduce["return"] is reduce["grads"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "returns"),
+    [
+        ("memory.py", "empty", ["numpy.ndarray", "Any"]),
+        ("launch/record.py", "record", ["Function", "Callable["]),
+    ],
+)
+def test_overloads_have_the_parameters_of_their_function(path, name, returns):
+    tree = ast.parse((PACKAGE / path).read_text())
+    [shown] = [
+        node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test)[0] == "T"
+    ]
+    overloads = [node for node in shown if isinstance(node, ast.FunctionDef)]
+    [real] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    assert [
+        ast.unparse(node.returns)[: len(text)] for node, text in zip(overloads, returns, strict=True)
+    ] == returns
+    for node in overloads:
+        assert [a.arg for a in node.args.args] == [a.arg for a in real.args.args]
 
 
 def test_all_names_are_there_without_torch():

@@ -464,7 +464,7 @@ def set_timeout(timeout, group=None) -> None:
     _registered(group).set_timeout(_as_timeout(timeout))
 
 
-def get_process_group_ranks(group) -> list:
+def get_process_group_ranks(group) -> list[int]:
     """Return the global ranks of a group, in the order of group ranks.
 
     Raises:

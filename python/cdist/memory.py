@@ -10,6 +10,16 @@ from cdist import _core
 __all__ = ["empty"]
 
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Literal, overload
+
+    @overload
+    def empty(shape, dtype=..., group=..., device: Literal["cpu"] = "cpu") -> numpy.ndarray: ...
+    @overload
+    def empty(shape, dtype=..., group=..., device: Any = ...) -> Any: ...
+
+
 def empty(shape, dtype="float32", group=None, device="cpu"):
     """Return an uninitialised C-contiguous NumPy array in the host's shared arena.
 

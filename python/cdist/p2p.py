@@ -48,7 +48,7 @@ class P2POp:
         return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag})"
 
 
-def batch_isend_irecv(p2p_op_list) -> list:
+def batch_isend_irecv(p2p_op_list) -> list[_core.Work]:
     """Start all messages of the list and return their Works, in the same order.
 
     Each can be waited for alone. Receives are started first, so that messages which are here already go

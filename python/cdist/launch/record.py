@@ -4,6 +4,20 @@ import functools
 import os
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, TypeVar, overload
+
+    Function = TypeVar("Function", bound=Callable[..., Any])
+
+    @overload
+    def record(fn: Function, error_handler: Callable[[BaseException], object] | None = None) -> Function: ...
+    @overload
+    def record(
+        fn: None = None, error_handler: Callable[[BaseException], object] | None = None
+    ) -> Callable[[Function], Function]: ...
+
 
 def record(fn=None, error_handler=None):
     """Wrap a worker's main function: its exception goes to TORCHELASTIC_ERROR_FILE and is raised on.

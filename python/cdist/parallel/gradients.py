@@ -1,6 +1,7 @@
 """Reduction of bare gradients: arrays in any nest of dicts, lists and tuples, from whatever computes them."""
 
 import sys
+from typing import TypeVar
 
 import numpy as np
 
@@ -9,6 +10,8 @@ from cdist.parallel.gpu_buckets import GpuBuckets, empty, facts_of, framework_of
 from cdist.parallel.parameter import as_kind_of, check_dtype, dict_like, is_written_through, to_numpy
 from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_caps
 from cdist.parallel.verify import agree_on_parameters
+
+Gradients = TypeVar("Gradients")  # an array, or a nest of them
 
 
 def _sorted_keys(tree):
@@ -143,7 +146,7 @@ class GradientReducer:
             bucket, offset = reducer.place(index)
             self._views.append(np.ndarray(shape, dtype, buffer=buckets[bucket], offset=offset))
 
-    def reduce(self, grads, weight=None):
+    def reduce(self, grads: Gradients, weight: float | None = None) -> Gradients:
         """Reduce gradients; collective.
 
         `grads` has the structure of the parameters; a leaf may be None if find_unused_parameters is set (it
