@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -71,6 +72,12 @@ def test_attributes_that_do_not_fit_raise(fakes):
         assert "0 strides for 1 dimensions" in text
         assert deep_kind is ValueError
         assert "65 dimensions" in deep_text
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def outcome(function):
@@ -208,13 +215,103 @@ def test_a_rank_without_a_gpu_is_named_on_all_ranks(fakes):
     assert "rank 1 on " in outcomes[0][0][1]
 
 
-def test_arrays_in_host_memory_are_reduced_in_a_group_for_gpus_too():
+def calls_with(x, out):
+    """Each way an array comes to a group, as calls of one rank."""
+    return [
+        lambda: cdist.all_reduce(x),
+        lambda: cdist.all_reduce(x, async_op=True),
+        lambda: cdist.all_gather([out, out], x),
+        lambda: cdist.all_gather_into_tensor(out, x),
+        lambda: cdist.broadcast(x, 0),
+        lambda: cdist.send(x, 1),
+        lambda: cdist.irecv(x, 1),
+        lambda: cdist.batch_isend_irecv([cdist.P2POp(cdist.isend, x, 1)]),
+        lambda: cdist.all_reduce_coalesced([x]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backend", "refused"), [("nccl", "cpu"), ("cuda:nccl", "cpu"), ("cpu:gloo", "cuda")]
+)
+def test_arrays_that_no_backend_was_named_for_are_refused_before_anything_is_sent(fakes, backend, refused):
+    def body(rank, world):
+        xp = fake_gpu.Module(rank)
+        host, gpu = (np.ones(3), np.ones(6)), (xp.put(np.ones(3)), xp.put(np.ones(6)))
+        bad, good = (host, gpu) if refused == "cpu" else (gpu, host)
+        outcomes = [outcome(call) for call in calls_with(*bad)] if rank == 0 else []
+        cdist.all_reduce(good[0])  # the other rank waits for none of it
+        if refused == "cpu":  # the ranks agree on shapes first
+            outcomes += [outcome(lambda: cdist.all_gather_v(bad[0]))]
+        return outcomes, (xp.get(good[0]) if refused == "cpu" else good[0]).tolist()
+
+    (outcomes, value), (_, other_value) = run(body, 2, backend=backend, environ=fakes, check_leftovers=False)
+    assert value == other_value == [2.0] * 3
+    for kind, text in outcomes:
+        assert kind is TypeError, (kind, text)
+        assert f"No backend type associated with device type {refused}" in text
+        assert "backend='cpu:gloo,cuda:nccl'" in text
+
+
+@pytest.mark.parametrize("options", [{"backend": "cpu:gloo,cuda:nccl"}, {"backend": None}, {"device_id": 0}])
+def test_arrays_in_host_memory_are_reduced_beside_those_of_gpus(fakes, options):
+    def body(rank, world):
+        if "device_id" in options:
+            options["device_id"] = rank
+        cdist.init_process_group(**options)
+        x, y = np.full(3, rank + 1.0), fake_gpu.Module(rank).put(np.full(3, rank + 1.0))
+        half = cdist.split_group(split_ranks=[[0, 1]])
+        for group in (None, half, cdist.new_group([0, 1])):
+            cdist.all_reduce(x, group=group)
+            cdist.all_reduce(y, group=group)
+        return x.tolist(), fake_gpu.Module(rank).get(y).tolist()
+
+    environ = {**fakes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    outcomes = run(body, 2, init=False, environ=environ, check_leftovers=False)
+    assert outcomes == [([12.0] * 3, [12.0] * 3)] * 2
+
+
+def test_modules_in_host_memory_are_refused_in_a_group_for_gpus_alone():
+    class Module:
+        def __init__(self):
+            self.weight = cdist.Parameter(np.ones(3))
+
+        def named_parameters(self):
+            return [("weight", self.weight)]
+
     def body(rank, world):
         x = np.full(3, rank + 1.0)
-        cdist.all_reduce(x)
-        return x.tolist()
+        cdist.GradientReducer(x).reduce(x)  # by way of buckets in host memory, as JAX's on GPUs
+        return x.tolist(), outcome(lambda: cdist.DistributedDataParallel(Module()))
 
-    assert run(body, 2, backend="nccl", environ={"CDIST_CUDA_LIB": "/nowhere"}) == [[3.0] * 3] * 2
+    for value, (kind, text) in run(body, 2, backend="nccl", environ={"CDIST_CUDA_LIB": "/nowhere"}):
+        assert value == [1.5] * 3
+        assert kind is TypeError
+        assert "No backend type associated with device type cpu" in text
+
+
+def test_what_cdist_itself_keeps_in_host_memory_moves_in_a_group_for_gpus_alone(fakes):
+    def body(rank, world):
+        part = cdist.new_group([0, 1])
+        for group in (None, part):
+            everyone = [None] * world
+            cdist.all_gather_object(everyone, np.full(20_000, rank), group=group)
+            assert [int(x[0]) for x in everyone] == [0, 1]
+            cdist.gather_object(rank, everyone if rank == 0 else None, group=group)
+            box = [(rank, np.full(20_000, rank))]
+            cdist.broadcast_object_list(box, 1, group=group)
+            assert box[0][0] == 1
+            cdist.scatter_object_list(box, ["a", np.zeros(20_000)] if rank == 0 else None, group=group)
+            if rank == 0:
+                assert box == ["a"]
+                cdist.send_object_list([np.ones(20_000)], 1, group=group)
+            else:
+                cdist.recv_object_list(box, 0, group=group)
+                assert box[0][0] == 1
+            cdist.barrier(group=group)
+            cdist.barrier(group=group, async_op=True).wait()
+            cdist.monitored_barrier(group=group)
+
+    run(body, 2, backend="nccl", environ=fakes, check_leftovers=False)
 
 
 def beside_a_killed_rank(fakes, call):

@@ -3,6 +3,7 @@
 #include "py/args.h"
 #include "py/errors.h"
 #include "py/glue.h"
+#include "py/host_side.h"
 #include "py/redop.h"
 #include "py/work.h"
 #include "simd/strided.h"
@@ -17,6 +18,7 @@ int cd_py_call_begin(cd_py_call *call, cd_py_state *state, const char *function,
     call->function = function;
     call->arrays = call->lists = 0;
     call->is_typed = false;
+    call->is_host_side = cd_py_is_host_side(state, group);
     call->scratch = call->counts[0] = call->counts[1] = NULL;
     int truth = is_async && is_async != Py_False ? PyObject_IsTrue(is_async) : 0;
     if (truth < 0)
@@ -40,6 +42,8 @@ static int check_kind(cd_py_call *call, const cd_py_array *array, const char *na
 {
     cd_op *op = &call->op;
     if (!call->is_typed) {
+        if (cd_unlikely(!call->group->serves[array->device]) && !call->is_host_side)
+            return cd_py_refuse_device(call->function, array->device);
         call->is_typed = true;
         op->dtype = array->dtype;
         op->item_bytes = array->span.item_bytes;

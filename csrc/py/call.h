@@ -27,6 +27,7 @@ typedef struct {
     const char *function;
     cd_py_group *group; /* owned */
     bool is_async;
+    bool is_host_side;  /* the group was given as one: values of this package */
     bool is_typed;      /* op has its dtype: an array was read */
     uint64_t timeout_ns;
     cd_op op;
@@ -42,7 +43,7 @@ typedef struct {
 int cd_py_call_begin(cd_py_call *call, cd_py_state *state, const char *function, PyObject *group, PyObject *is_async,
                      PyObject *timeout);
 /* Reads the next array; the first one gives the operation its dtype, item size and device, the others must have the same
- * (ValueError). NULL with an exception. Its span is call->spans[same index]. */
+ * (ValueError). TypeError where the group has no backend for it. NULL with an exception. Its span is call->spans[same index]. */
 cd_py_array *cd_py_call_array(cd_py_call *call, PyObject *object, const char *name, cd_py_use use);
 /* Reads the next list, which must have one array for each rank (TypeError, ValueError). */
 cd_py_list *cd_py_call_list(cd_py_call *call, PyObject *object, const char *name, cd_py_use use);

@@ -5,6 +5,7 @@
 #include "py/errors.h"
 #include "py/glue.h"
 #include "py/group.h"
+#include "py/host_side.h"
 #include "py/redop.h"
 
 /* Connects the group's GPU side if that has not been done. */
@@ -18,6 +19,11 @@ static cd_status open_gpu(cd_group *group, int index)
     cd_status status = cd_group_open_device(group, CD_CUDA, index, true, &patience);
     cd_py_wait_end(&wait);
     return status;
+}
+
+static int check_named(PyObject *group)
+{
+    return ((cd_py_group *)group)->serves[CD_CUDA] ? 0 : cd_py_refuse_device("GPU of the group", CD_CUDA);
 }
 
 static cd_backend *gpu_of(cd_py_state *state, cd_group *group, const char *function)
@@ -39,6 +45,8 @@ static PyObject *gpu_open(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!i", state->group_type, &object, &index))
         return NULL;
     cd_group *group = ((cd_py_group *)object)->group;
+    if (check_named(object) < 0)
+        return NULL;
     cd_status status = open_gpu(group, index);
     if (status != CD_OK)
         return cd_py_raise_from(state, status, "init_process_group");
@@ -197,6 +205,8 @@ static PyObject *coalesce_begin(PyObject *module, PyObject *args)
     int on_gpu = find_gpu(state, group, tensor, &index);
     if (on_gpu <= 0)
         return on_gpu < 0 ? NULL : Py_NewRef(Py_False);
+    if (check_named(object) < 0)
+        return NULL;
     cd_status status = open_gpu(group, index);
     if (status == CD_OK) {
         cd_backend *gpu = cd_group_backend(group, CD_CUDA);

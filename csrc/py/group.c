@@ -3,6 +3,7 @@
 #include "py/args.h"
 #include "py/errors.h"
 #include "py/glue.h"
+#include "py/host_side.h"
 #include "py/store.h"
 
 #include <string.h>
@@ -33,6 +34,8 @@ int cd_py_group_get(cd_py_state *state, PyObject *object, const char *function, 
         object = state->default_group;
         if (!object)
             return warn_outsider(state, function);
+    } else if (cd_py_is_host_side(state, object)) {
+        object = cd_py_host_side_group(object);
     } else if (!PyObject_TypeCheck(object, (PyTypeObject *)state->group_type)) {
         if (PyLong_Check(object) && PyLong_AsLong(object) == -100)
             return warn_outsider(state, function);
@@ -104,6 +107,7 @@ static cd_py_group *make_group(PyTypeObject *type, cd_group *group, cd_world *wo
         return NULL;
     self->group = group;
     self->world = world;
+    self->serves[CD_CPU] = self->serves[CD_CUDA] = true;
     self->rank = cd_group_rank(group);
     self->size = cd_group_size(group);
     const int32_t *ranks = cd_group_world_ranks(group);
@@ -401,6 +405,17 @@ static PyObject *set_timeout(PyObject *object, PyObject *timeout)
     Py_RETURN_NONE;
 }
 
+static PyObject *set_served(PyObject *object, PyObject *args)
+{
+    int cpu, cuda;
+    if (!PyArg_ParseTuple(args, "pp:_serve", &cpu, &cuda))
+        return NULL;
+    cd_py_group *self = (cd_py_group *)object;
+    self->serves[CD_CPU] = cpu != 0;
+    self->serves[CD_CUDA] = cuda != 0;
+    Py_RETURN_NONE;
+}
+
 static PyObject *get_local(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -509,6 +524,7 @@ static PyMethodDef methods[] = {
      "(number, first as text or '') of failed sends that nobody waited for and no error that was raised explains."},
     {"_note_raised", note_raised, METH_O,
      "_note_raised(lost): an error was raised, by the loss of this rank (-1: by another thing)."},
+    {"_serve", set_served, METH_VARARGS, "_serve(cpu, cuda): whether a backend was named for arrays there; both at first."},
     {"_local", get_local, METH_NOARGS, "(rank, size) among the ranks of this host."},
     {"_check", check_group, METH_NOARGS, "Raises what broke the group, if anything did."},
     {"_monitored_barrier", monitored_barrier, METH_VARARGS, "_monitored_barrier(timeout, wait_all_ranks)"},

@@ -9,6 +9,7 @@
 #include "py/errors.h"
 #include "py/gpu.h"
 #include "py/group.h"
+#include "py/host_side.h"
 #include "py/recorder.h"
 #include "py/redop.h"
 #include "py/reducer.h"
@@ -53,6 +54,7 @@ static int execute(PyObject *module)
         cd_py_redop_add,
         cd_py_recorder_add,
         cd_py_group_add,
+        cd_py_host_side_add,
         cd_py_work_add,
         cd_py_reductions_add,
         cd_py_moves_add,

@@ -21,6 +21,7 @@
     X(cupy_type)     /* cupy.ndarray, once one was read */                              \
     X(cupy_stream)   /* cupy.cuda.get_current_stream, beside it */                      \
     X(group_type)                                                                       \
+    X(host_side_type)                                                                   \
     X(work_type)                                                                        \
     X(redop_type)                                                                       \
     X(block_type)                                                                       \

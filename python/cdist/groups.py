@@ -119,7 +119,7 @@ def _pick_backend(backend, device):
         backends.check(name)
         return Backend(name), BackendConfig(name)
     if device is not None:
-        return Backend("nccl"), BackendConfig("nccl")
+        return Backend("nccl"), BackendConfig("undefined")
     return Backend("gloo"), BackendConfig("undefined" if backends.is_nccl_available() else "gloo")
 
 
@@ -158,7 +158,8 @@ def init_process_group(
     """Meet the other ranks and make the default group. Every rank calls it.
 
     Args:
-        backend: "gloo" (CPU), "nccl" (GPU), "cpu:gloo,cuda:nccl", or None: what the machine has.
+        backend: "gloo" (CPU), "nccl" (GPU alone: arrays in host memory are refused), "cpu:gloo,cuda:nccl", or
+            None: what the machine has.
         init_method: "env://" (the default: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), "tcp://host:port",
             "file:///path".
         timeout: of the set-up and, by default, of every operation: timedelta or seconds. None is 30 minutes
@@ -190,7 +191,7 @@ def init_process_group(
         made, store, rank = _meet(init_method, store, world_size, rank, limit)
     except (DistError, ValueError) as error:
         raise _as_the_callers(error) from error.__cause__
-    made._backend, made._config, made._store = name, config, store
+    made._use(name, config, store)
     made.group_name, made.group_desc, made.bound_device_id = "0", "default_pg", device_id
     _registry.groups = [made]
     _registry.made = 1

@@ -185,7 +185,7 @@ def _raise_failure(function, group, rank, text):
 def _meet(message, group, function):
     """Exchange the slots of all ranks: (heads, streams); raises on all ranks when one could not pickle."""
     slots = _room(group.size() * _SLOT)
-    _core.all_gather_into_tensor(slots, message.slot(), group)
+    _core.all_gather_into_tensor(slots, message.slot(), _core._host_side(group))
     slots = memoryview(slots)
     heads, streams = [], []
     for rank in range(group.size()):
@@ -256,12 +256,13 @@ def all_gather_object(object_list, obj, group=None, weights_only=False) -> None:
     group = _member(group, "all_gather_object")
     if group is None:
         return
+    side = _core._host_side(group)
     _check_allowed("all_gather_object", weights_only)
     _check_places("all_gather_object", "object_list", object_list, group)
     message = _Message(obj)
     heads, streams = _meet(message, group, "all_gather_object")
     buffers = _fetch_rest(
-        message, heads, streams, True, lambda outputs, mine: _core.all_gather(outputs, mine, group)
+        message, heads, streams, True, lambda outputs, mine: _core.all_gather(outputs, mine, side)
     )
     object_list[: group.size()] = _load_all(streams, buffers, weights_only)
 
@@ -296,6 +297,7 @@ def gather_object(
     group = _member(group, "gather_object")
     if group is None:
         return
+    side = _core._host_side(group)
     _check_allowed("gather_object", weights_only)
     root = _group_root(group, dst, group_dst, "gather_object")
     is_root = group.rank() == root
@@ -309,7 +311,7 @@ def gather_object(
     heads, streams = _meet(message, group, "gather_object")
 
     def move(outputs, mine):
-        _core.gather(mine, outputs, group=group, group_dst=root)
+        _core.gather(mine, outputs, group=side, group_dst=root)
 
     buffers = _fetch_rest(message, heads, streams, is_root, move)
     if is_root:
@@ -333,6 +335,7 @@ def broadcast_object_list(
     group = _member(group, "broadcast_object_list")
     if group is None:
         return
+    side = _core._host_side(group)
     _check_allowed("broadcast_object_list", weights_only)
     root = _group_root(group, src, group_src, "broadcast_object_list")
     is_root = group.rank() == root
@@ -343,16 +346,16 @@ def broadcast_object_list(
         )
     message = _Message(list(object_list)) if is_root else None
     slot = message.slot(len(object_list)) if is_root else _room(_SLOT)
-    _core.broadcast(slot, group=group, group_src=root)
+    _core.broadcast(slot, group=side, group_src=root)
     (status, size, count, places, _), stream = _open(slot)
     if status != _OK:
         _raise_failure("broadcast_object_list", group, root, stream)
     if stream is None:
         stream = message.rest() if is_root else _room(size)
-        _core.broadcast(stream, group=group, group_src=root)
+        _core.broadcast(stream, group=side, group_src=root)
     buffers = message.buffers if is_root else [_room(size) for size in _sizes_in(stream, count)]
     for buffer in buffers:
-        _core.broadcast(buffer, group=group, group_src=root)
+        _core.broadcast(buffer, group=side, group_src=root)
     if is_root:
         return
     if places != len(object_list):
@@ -384,6 +387,7 @@ def scatter_object_list(
     group = _member(group, "scatter_object_list")
     if group is None:
         return
+    side = _core._host_side(group)
     _check_allowed("scatter_object_list", weights_only)
     if not isinstance(scatter_object_output_list, list) or len(scatter_object_output_list) < 1:
         raise ValueError("Expected argument scatter_object_output_list to be a list of size at least 1.")
@@ -400,20 +404,20 @@ def scatter_object_list(
         failed = [m for m in messages if m.status != _OK]
         notes = max(len(m.rest()) for m in messages), max(len(m.buffers) for m in messages)
         slots = [m.slot(*notes) for m in (failed[:1] * size or messages)]
-    _core.scatter(slot, slots, group=group, group_src=root)
+    _core.scatter(slot, slots, group=side, group_src=root)
     (status, mine, count, longest, most), stream = _open(slot)
     if status != _OK:
         _raise_failure("scatter_object_list", group, root, stream)
     if longest:
         rest = _room(mine if stream is None else 0)
-        _core.scatter(rest, [m.rest() for m in messages] if is_root else None, group=group, group_src=root)
+        _core.scatter(rest, [m.rest() for m in messages] if is_root else None, group=side, group_src=root)
         stream = rest if stream is None else stream
     sizes = _sizes_in(stream, count)
     buffers = []
     for i in range(most):
         part = _room(sizes[i] if i < len(sizes) else 0)
         parts = [m.buffers[i] if i < len(m.buffers) else _EMPTY for m in messages] if is_root else None
-        _core.scatter(part, parts, group=group, group_src=root)
+        _core.scatter(part, parts, group=side, group_src=root)
         if i < len(sizes):
             buffers.append(part)
     scatter_object_output_list[0] = _load(stream, buffers, weights_only)
@@ -437,6 +441,7 @@ def send_object_list(
     group = _member(group, "send_object_list")
     if group is None:
         return
+    side = _core._host_side(group)
     if dst is None and group_dst is None:
         raise ValueError("Must specify global_rank or group_rank")
     peer = _group_root(group, dst, group_dst, "send_object_list")
@@ -446,13 +451,13 @@ def send_object_list(
             "process."
         )
     message = _Message(list(object_list))
-    _core.send(message.slot(len(object_list)), group=group, tag=_TAG, group_dst=peer)
+    _core.send(message.slot(len(object_list)), group=side, tag=_TAG, group_dst=peer)
     if message.status != _OK:
         _raise_failure("send_object_list", group, group.rank(), message.stream)
     if len(message.stream) > _INLINE:
-        _core.send(message.rest(), group=group, tag=_TAG, group_dst=peer)
+        _core.send(message.rest(), group=side, tag=_TAG, group_dst=peer)
     for buffer in message.buffers:
-        _core.send(buffer, group=group, tag=_TAG, group_dst=peer)
+        _core.send(buffer, group=side, tag=_TAG, group_dst=peer)
 
 
 def recv_object_list(
@@ -473,21 +478,22 @@ def recv_object_list(
     group = _member(group, "recv_object_list")
     if group is None:
         return -1
+    side = _core._host_side(group)
     _check_allowed("recv_object_list", weights_only)
     anyone = src is None and group_src is None
     peer = None if anyone else _group_root(group, src, group_src, "recv_object_list")
     slot = _room(_SLOT)
-    source = _core.recv(slot, group=group, tag=_TAG, group_src=peer)
+    source = _core.recv(slot, group=side, tag=_TAG, group_src=peer)
     peer = group._ranks.index(source)
     (status, size, count, places, _), stream = _open(slot)
     if status != _OK:
         _raise_failure("recv_object_list", group, peer, stream)
     if stream is None:
         stream = _room(size)
-        _core.recv(stream, group=group, tag=_TAG, group_src=peer)
+        _core.recv(stream, group=side, tag=_TAG, group_src=peer)
     buffers = [_room(size) for size in _sizes_in(stream, count)]
     for buffer in buffers:
-        _core.recv(buffer, group=group, tag=_TAG, group_src=peer)
+        _core.recv(buffer, group=side, tag=_TAG, group_src=peer)
     if places != len(object_list):
         raise ValueError(
             f"recv_object_list: the list has {len(object_list)} places, rank {source} sent {places}"

@@ -25,6 +25,12 @@ class ProcessGroup(_core.ProcessGroup):
     bound_device_id = None
     _store = None
 
+    def _use(self, backend, config, store):
+        """Say what the group was made with; arrays on devices that `config` does not name are refused."""
+        self._backend, self._config, self._store = backend, config, store
+        named = config.get_device_backend_map()
+        self._serve("cpu" in named, "cuda" in named)
+
     def name(self) -> str:
         """Backend's name."""
         return str(self._backend)

@@ -88,7 +88,7 @@ def new_group(
         return GroupMember.NON_GROUP_MEMBER
     number = str(_registry.made - 1)
     made = ProcessGroup._create(world, tuple(chosen), limit, limit)
-    made._backend, made._config, made._store = name, config, world._store
+    made._use(name, config, world._store)
     made.group_name = number
     if use_local_synchronization:
         import hashlib  # takes as long to load as half of cdist
@@ -168,6 +168,11 @@ def new_subgroups_by_enumeration(
     return mine, made
 
 
+def _inherit(made, parent):
+    made._use(parent._backend, parent._config, parent._store)
+    return made
+
+
 def split_group(
     parent_pg=None, split_ranks=None, timeout=None, pg_options=None, group_desc=None, backend=None
 ):
@@ -191,14 +196,8 @@ def split_group(
             raise ValueError(f"split ranks must be ranks of the parent, 0 to {parent.size() - 1}: {part}")
         if parent.rank() in part:
             ranks = [parent._ranks[rank] for rank in sorted(part)]
-            return new_group(
-                ranks,
-                timeout,
-                backend or parent._backend,
-                pg_options,
-                group_desc=group_desc,
-                sort_ranks=False,
-            )
+            made = new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=False)
+            return made if backend else _inherit(made, parent)
     return None
 
 
@@ -227,4 +226,4 @@ def shrink_group(ranks_to_exclude, group=None, shrink_flags=SHRINK_DEFAULT, pg_o
         warnings.warn("shrink_group: running operations of the group end with AbortedError", stacklevel=2)
         parent.abort("shrink_group")
     left = [rank for rank in parent._ranks if rank not in out]
-    return new_group(left, backend=parent._backend, sort_ranks=False)
+    return _inherit(new_group(left, sort_ranks=False), parent)

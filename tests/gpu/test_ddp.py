@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import cdist  # noqa: E402
 from cdist.testing import run  # noqa: E402
-from test_gpu import device_of, gpu_run, two_ranks  # noqa: E402
+from test_gpu import device_of, gpu_run, raised, two_ranks  # noqa: E402
 
 torch = pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
 pytestmark = two_ranks
@@ -171,6 +171,27 @@ def test_join_equals_torch():
         return [value.float().cpu().numpy() for value in ddp.state_dict().values()]
 
     compare(train, norm=False)
+
+
+def test_groups_for_gpus_alone():
+    """What DDP tells the other ranks of itself is in host memory."""
+
+    def body(rank, world):
+        torch.cuda.set_device(device_of(rank))
+        ddp = cdist.DistributedDataParallel(
+            model(), device_ids=[device_of(rank)], find_unused_parameters=True, reduce="weights"
+        )
+        with ddp.join():
+            for x, y in data(rank, 3 + rank):
+                ddp.set_weight(len(x))
+                (ddp(x) - y).square().mean().backward()
+        values = [float(p.detach().sum()) for p in ddp.parameters()]
+        everyone = [None] * world
+        cdist.all_gather_object(everyone, values)
+        assert everyone[0] == everyone[1]
+        return "device type cpu" in raised(lambda: cdist.DistributedDataParallel(model().cpu()))[1]
+
+    assert gpu_run(body, backend="nccl") == [True, True]
 
 
 def test_missing_gradient_is_named_on_every_rank():

@@ -91,11 +91,11 @@ class Cupy:
         return array[index]
 
 
-def gpu_run(body, world=2, **options):
+def gpu_run(body, world=2, backend="cpu:gloo,cuda:nccl", **options):
     return run(
         body,
         world,
-        backend="cpu:gloo,cuda:nccl",
+        backend=backend,
         check_leftovers=False,
         timeout=100,
         group_timeout=60,
@@ -402,6 +402,8 @@ def test_early_connection_and_a_group_for_gpus_alone():
         x = torch.full((5,), rank + 1.0, device="cuda")
         cdist.all_reduce(x)
         assert x.eq(3).all()
+        if rank == 0:
+            assert "device type cpu" in raised(lambda: cdist.all_reduce(torch.ones(3)))[1]
         half = cdist.split_group(split_ranks=[[0], [1]])
         cdist.all_reduce(x, group=half)
         assert x.eq(3).all()

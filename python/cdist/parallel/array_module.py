@@ -6,6 +6,7 @@ import threading
 import numpy as np
 
 import cdist
+from cdist import _core
 from cdist.parallel.gpu_buckets import GpuBuckets, empty_like, facts_of, is_on_gpu, same_place
 from cdist.parallel.join import Join, Joinable, JoinHook
 from cdist.parallel.parameter import (
@@ -277,7 +278,7 @@ class ArrayDataParallel(Joinable):
             self._gpu.zero([index for index, given in enumerate(used) if not given], self._stream)
         self._sync.finish(expected=allowed)
         if self.find_unused_parameters and used.size:
-            cdist.all_reduce(used, op=cdist.ReduceOp.MAX, group=self.process_group)
+            cdist.all_reduce(used, op=cdist.ReduceOp.MAX, group=_core._host_side(self.process_group))
             self._has_grad = [has or bool(u) for has, u in zip(self._has_grad, used, strict=True)]
 
     def _finish_counting(self):
@@ -448,10 +449,11 @@ class ArrayDataParallel(Joinable):
         for name, value in self._buffers():
             on_gpu = is_on_gpu(value)
             new = value if on_gpu and not copy else value.copy() if on_gpu else np.array(value)
+            group = self.process_group if on_gpu else _core._host_side(self.process_group)
             if average:
-                cdist.all_reduce(new, op=cdist.ReduceOp.AVG, group=self.process_group)
+                cdist.all_reduce(new, op=cdist.ReduceOp.AVG, group=group)
             else:
-                cdist.broadcast(new, group_src=src, group=self.process_group)
+                cdist.broadcast(new, group_src=src, group=group)
             if not on_gpu and np.array_equal(new, value):
                 continue
             if copy:
@@ -486,7 +488,7 @@ class ArrayDataParallel(Joinable):
         if self._join_config.enable:
             Join.notify_join_context(self)
             flags = np.array([1, self.require_backward_grad_sync], np.int64)
-            cdist.all_reduce(flags, group=self.process_group)
+            cdist.all_reduce(flags, group=_core._host_side(self.process_group))
             self._sync.set_divisor(None if self._divide_by_all else float(flags[0]))
 
     def join_hook(self, **kwargs):
@@ -516,7 +518,7 @@ class _ArrayJoinHook(JoinHook):
         if ddp._sync.reducer.backward:
             ddp.synchronize()
         flags = np.zeros(2, np.int64)
-        cdist.all_reduce(flags, group=ddp.process_group)
+        cdist.all_reduce(flags, group=_core._host_side(ddp.process_group))
         ddp._sync.set_divisor(None if ddp._divide_by_all else float(flags[0]))
         if not flags[1]:
             return
@@ -531,7 +533,8 @@ class _ArrayJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner):
         source = np.array([cdist.get_rank(self.ddp.process_group) if is_last_joiner else -1], np.int64)
-        cdist.all_reduce(source, op=cdist.ReduceOp.MAX, group=self.ddp.process_group)
+        side = _core._host_side(self.ddp.process_group)
+        cdist.all_reduce(source, op=cdist.ReduceOp.MAX, group=side)
         self.ddp.broadcast_parameters(int(source[0]))
         self.ddp._sync.set_divisor(None)
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 import numpy as np
 
 import cdist
+from cdist import _core
 from cdist.parallel.gpu_buckets import GpuBuckets, empty, facts_of, framework_of, is_on_gpu, same_place
 from cdist.parallel.parameter import as_kind_of, check_dtype, dict_like, is_written_through, to_numpy
 from cdist.parallel.synchronizer import REDUCE, Gradient, Synchronizer, bucket_caps
@@ -249,7 +250,7 @@ class GradientReducer:
         used = np.array([array is not None for array in arrays], np.uint8)
         self._sync.finish(expected=self.find_unused_parameters)
         if self.find_unused_parameters and used.size:
-            cdist.all_reduce(used, op=cdist.ReduceOp.MAX, group=self.process_group)
+            cdist.all_reduce(used, op=cdist.ReduceOp.MAX, group=_core._host_side(self.process_group))
         return used
 
     def _result(self, index, leaf, array, used):

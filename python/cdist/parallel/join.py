@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import cdist
+from cdist import _core
 
 __all__ = ["Join", "Joinable", "JoinHook"]
 
@@ -132,11 +133,11 @@ class Join:
     @staticmethod
     def _count_active(group):
         count = np.zeros(1, np.int64)
-        cdist.all_reduce(count, group=group)
+        cdist.all_reduce(count, group=_core._host_side(group))
         return int(count[0])
 
     def _report_exhausted(self):
-        cdist.all_reduce(np.ones(1, np.int64), group=self._group)
+        cdist.all_reduce(np.ones(1, np.int64), group=_core._host_side(self._group))
         raise RuntimeError(f"Rank {cdist.get_rank(self._group)} exhausted all inputs.")
 
     @staticmethod
@@ -149,9 +150,11 @@ class Join:
         config = joinable._join_config
         if not config.enable or not config.is_first_joinable:
             return
-        group = joinable.join_process_group
+        group = _core._host_side(joinable.join_process_group)
         active = np.ones(1, np.int64)
         cdist.all_reduce(active, group=group)
-        if config.throw_on_early_termination and int(active[0]) < cdist.get_world_size(group):
+        if config.throw_on_early_termination and int(active[0]) < cdist.get_world_size(
+            joinable.join_process_group
+        ):
             cdist.all_reduce(np.zeros(1, np.int64), group=group)
             raise RuntimeError("Detected at least one rank that exhausted inputs. Throwing across all ranks.")

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 
 import cdist
+from cdist import _core
 from cdist.parallel.gpu_buckets import framework_of, is_on_gpu
 
 
@@ -172,7 +173,7 @@ def broadcast_array(holder, attribute, group, src=0):
         cdist.broadcast(array, group_src=src, group=group)
         return
     copy = np.array(array)
-    cdist.broadcast(copy, group_src=src, group=group)
+    cdist.broadcast(copy, group_src=src, group=_core._host_side(group))
     setattr(holder, attribute, as_kind_of(value, copy))
 
 

@@ -161,7 +161,7 @@ class Synchronizer:
                 "weight= of GradientReducer.reduce"
             )
         total = np.array([self.weight], np.float64)
-        cdist.all_reduce(total, group=self.group)
+        cdist.all_reduce(total, group=_core._host_side(self.group))
         if not total[0] > 0:
             raise ValueError("reduce='weights': the weights of all ranks are zero")
         self.reducer.set_scale(self.weight / total[0])

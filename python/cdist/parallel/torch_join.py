@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 import cdist
+from cdist import _core
 from cdist.parallel.join import JoinHook
 from cdist.parallel.synchronizer import HAND_OUT, REDUCE
 from cdist.parallel.torch_parts import all_reduce_max
@@ -19,7 +20,7 @@ class TorchJoinHook(JoinHook):
         """Take part in one step with zeros."""
         ddp = self.ddp
         flags = np.zeros(3, np.int64)
-        cdist.all_reduce(flags, group=ddp.process_group)
+        cdist.all_reduce(flags, group=_core._host_side(ddp.process_group))
         sync = ddp._sync
         sync.set_divisor(None if ddp._divide_by_all else float(flags[0]))
         if flags[1] and sync.wants_replan() and ddp._may_replan():

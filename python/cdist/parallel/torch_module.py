@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
 import cdist
+from cdist import _core
 from cdist.parallel.array_module import accumulate, no_sync
 from cdist.parallel.join import Join, Joinable, _JoinConfig
 from cdist.parallel.mixed_precision import LowPrecision, cast_floats
@@ -577,7 +578,7 @@ class TorchDataParallel(
             return
         Join.notify_join_context(self)
         flags = np.array([1, self.require_backward_grad_sync, self.will_sync_module_buffers()], np.int64)
-        cdist.all_reduce(flags, group=self.process_group)
+        cdist.all_reduce(flags, group=_core._host_side(self.process_group))
         self._sync.set_divisor(None if self._divide_by_all else float(flags[0]))
 
     def join_hook(self, **kwargs):

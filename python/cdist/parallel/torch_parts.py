@@ -8,6 +8,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 import cdist
+from cdist import _core
 from cdist.parallel.parameter import dict_like
 
 
@@ -152,5 +153,5 @@ def all_reduce_max(values, group):
     """Element-wise maximum of a list of 0 and 1 over the ranks. Collective."""
     array = np.array(values, np.uint8)
     if array.size:
-        cdist.all_reduce(array, op=cdist.ReduceOp.MAX, group=group)
+        cdist.all_reduce(array, op=cdist.ReduceOp.MAX, group=_core._host_side(group))
     return array.tolist()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import cdist
+from cdist import _core
 
 
 class SparseGradients:
@@ -59,7 +60,8 @@ def average_sparse(params, given, group, divisor):
     parts = [_parts(p) for p in params]
     world = cdist.get_world_size(group)
     rows = np.empty((world, len(params)), np.int64)
-    cdist.all_gather_into_tensor(rows, np.array([len(values) for _, values in parts], np.int64), group=group)
+    mine = np.array([len(values) for _, values in parts], np.int64)
+    cdist.all_gather_into_tensor(rows, mine, group=_core._host_side(group))
     for at, (p, mine) in enumerate(zip(params, parts, strict=True)):
         if rows[:, at].any():
             gathered = [_gather(part, rows[:, at], group) for part in mine]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import cdist
+from cdist import _core
 from cdist.parallel.torch_buffers import KeptBuffers, broadcast_tensors, buffers_of
 from cdist.parallel.torch_comm import BufferCommHookLocation, BufferHook
 from cdist.parallel.verify import agree
@@ -78,7 +79,7 @@ class ModelState:
 
     def _highest(self, rank):
         highest = np.array([rank], np.int64)
-        cdist.all_reduce(highest, op=cdist.ReduceOp.MAX, group=self.process_group)
+        cdist.all_reduce(highest, op=cdist.ReduceOp.MAX, group=_core._host_side(self.process_group))
         return int(highest[0])
 
     def _register_buffer_comm_hook(self, state, hook, comm_hook_location=BufferCommHookLocation.POST_FORWARD):

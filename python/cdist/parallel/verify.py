@@ -5,20 +5,21 @@ import hashlib
 import numpy as np
 
 import cdist
+from cdist import _core
 
 
 def gather_bytes(data, group=None):
     """Gathers the bytes of all ranks, which may differ in length; a list in group order. Collective."""
-    world = cdist.get_world_size(group)
+    world, side = cdist.get_world_size(group), _core._host_side(group)
     lengths = np.zeros(world, np.int64)
-    cdist.all_gather_into_tensor(lengths, np.array([len(data)], np.int64), group=group)
+    cdist.all_gather_into_tensor(lengths, np.array([len(data)], np.int64), group=side)
     longest = int(lengths.max())
     if longest == 0:
         return [b""] * world
     mine = np.zeros(longest, np.uint8)
     mine[: len(data)] = np.frombuffer(data, np.uint8)
     everything = np.zeros(world * longest, np.uint8)
-    cdist.all_gather_into_tensor(everything, mine, group=group)
+    cdist.all_gather_into_tensor(everything, mine, group=side)
     rows = everything.reshape(world, longest)
     return [rows[rank, : lengths[rank]].tobytes() for rank in range(world)]
 
@@ -27,7 +28,7 @@ def broadcast_ints(values, group=None):
     """Return the list of ints of group rank 0, on every rank (lists of equal length). Collective."""
     array = np.array(values, np.int64)
     if array.size:
-        cdist.broadcast(array, group_src=0, group=group)
+        cdist.broadcast(array, group_src=0, group=_core._host_side(group))
     return array.tolist()
 
 
