@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -15,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cdist import doctor
-from cdist.testing import run
+from cdist.testing import RankFailedError, run
 
 PACKAGE = str(Path(cdist.__file__).parent.parent)
 
@@ -259,3 +260,15 @@ def test_a_call_that_destroy_cuts_off_is_named(call, begin, transport):
     assert text.startswith(f"{begin}the process group was destroyed: destroy_process_group() comes after"), (
         text
     )
+
+
+def test_dumps_of_another_job_are_not_left_behind_by_this_one(tmp_path, monkeypatch):
+    """The recorder's files of all jobs of a machine lie in one folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def body(rank, world, pid):
+        (tmp_path / f"cdist-rank0-pid{pid or os.getpid()}.json").write_text("{}")
+
+    run(body, 1, 1)
+    with pytest.raises(RankFailedError, match="left behind.*cdist-rank0-pid"):
+        run(body, 1, None)

@@ -249,7 +249,7 @@ def run(
     if strays:
         raise RankFailedError(f"processes were left running: {strays}")
     if check_leftovers:
-        _compare_leftovers(before)
+        _compare_leftovers(before, pids)
     return outcomes
 
 
@@ -269,11 +269,17 @@ def _judge(data, statuses):
     return outcomes, failed
 
 
-def _compare_leftovers(before):
+def _is_of_another_job(path, pids):
+    """Tell that a recorder's file is of a process that is none of `pids`."""
+    name, _, number = os.path.basename(path).removesuffix(".json").rpartition("-pid")
+    return name.startswith("cdist-rank") and number.isdigit() and int(number) not in pids
+
+
+def _compare_leftovers(before, pids):
     # A store of this process may not yet have closed the connections of ranks that have ended.
     for _ in range(100):
         after = _leftovers()
-        left = sorted(after[1] - before[1])
+        left = sorted(path for path in after[1] - before[1] if not _is_of_another_job(path, pids))
         opened = sorted(
             what for _, what in after[0] - before[0] if what.startswith(("socket:", "/memfd:", "anon_inode:"))
         )
