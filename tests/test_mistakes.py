@@ -76,6 +76,16 @@ def _calls(rank, world):
         cdist.GradientReducer(x).reduce,
         np.ones(4),
     )
+    _raises(
+        ValueError, "P2POp: Must specify global_rank or group_rank: give peer", cdist.P2POp, cdist.isend, x
+    )
+    _raises(ValueError, "P2POp: Global rank 9 is not part of", cdist.P2POp, cdist.isend, x, 9)
+    pair = [cdist.P2POp(cdist.isend, x, 1 - rank, group) for group in (None, cdist.new_group([0, 1]))]
+    _raises(ValueError, "call it once for each group", cdist.batch_isend_irecv, pair)
+    cdist.destroy_process_group(pair[1].group)
+    _raises(ValueError, "it was destroyed before", cdist.destroy_process_group, pair[1].group)
+    destroyed = f"rank {rank} in all_reduce: the process group was destroyed"
+    _raises(cdist.AbortedError, destroyed, cdist.all_reduce, x, group=pair[1].group)
     cdist.barrier()
     return "nothing was sent"
 

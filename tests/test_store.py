@@ -188,7 +188,7 @@ def test_bad_arguments_are_refused(store):
 
 def test_queues(queue_store):
     store = queue_store
-    with pytest.raises(errors.QueueEmptyError, match="queue is empty"):
+    with pytest.raises(errors.QueueEmptyError, match="queue is empty: key .*q'; block=True waits"):
         store.queue_pop("q", block=False)
     store.queue_push("q", "a")
     store.queue_push("q", b"")

@@ -375,7 +375,7 @@ static cd_status tcp_pop(cd_store *store, cd_bytes key, bool block, cd_buffer *o
             return CD_OK;
         }
         if (!block)
-            return cd_fail(CD_NOT_FOUND, "queue is empty");
+            return cd_store_queue_empty(key);
         if (patience->deadline.at_ns && cd_deadline_passed(patience->deadline))
             return cd_store_expired(0, "/", &key, 1);
         CD_TRY(tcp_wait(store, &key, 1, patience)); /* then another may be faster: look again */

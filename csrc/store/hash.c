@@ -210,7 +210,7 @@ static cd_status hash_pop(cd_store *store, cd_bytes key, bool block, cd_buffer *
     cd_item *item = status == CD_OK ? cd_table_pop(&s->table, key) : NULL;
     pthread_mutex_unlock(&s->lock);
     if (status == CD_OK && !item)
-        return cd_fail(CD_NOT_FOUND, "queue is empty");
+        return cd_store_queue_empty(key);
     if (status == CD_OK)
         status = cd_buffer_copy(item->data, item->bytes, out);
     free(item);

@@ -67,6 +67,12 @@ cd_status cd_store_expired(uint64_t waited_ns, const char *lead, const cd_bytes 
                    i < count || used >= sizeof names ? ", …" : "");
 }
 
+cd_status cd_store_queue_empty(cd_bytes key)
+{
+    return cd_fail(CD_NOT_FOUND, "queue is empty: key '%.*s'; block=True waits for an item",
+                   key.bytes < 256 ? (int)key.bytes : 256, (const char *)key.data);
+}
+
 cd_status cd_store_append_by_swap(cd_store *store, cd_bytes key, cd_bytes value, const cd_patience *patience)
 {
     cd_waiter waiter = cd_waiter_start(patience);

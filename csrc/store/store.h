@@ -69,6 +69,8 @@ cd_store *cd_store_retain(cd_store *store);
 void cd_store_release(cd_store *store);
 /* CD_STORE_TIMEOUT "wait timeout after 300ms, keys: /a, /b"; `lead` goes before each key. */
 cd_status cd_store_expired(uint64_t waited_ns, const char *lead, const cd_bytes *keys, size_t count) CD_COLD;
+/* CD_NOT_FOUND of a pop that does not wait. */
+cd_status cd_store_queue_empty(cd_bytes key) CD_COLD;
 /* The numeric address by which this host reaches the store's server, so that other users of the store reach this host there;
  * false: the kind has no server or does not tell. Does not block but for the look-up of a name. */
 bool cd_store_local_address(cd_store *store, char *out, size_t bytes);

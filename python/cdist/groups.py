@@ -211,6 +211,7 @@ def _as_the_callers(error):
     return error if trace is not None else error.with_traceback(None)
 
 
+_INVALID_GROUP = "Invalid process group specified: it was destroyed before, or is none of this program's"
 _NO_GROUP = "Default process group has not been initialized"
 
 
@@ -364,7 +365,7 @@ def destroy_process_group(group=None) -> None:
             "destroy_process_group was called before)"
         )
     if group not in _registry.groups:
-        raise ValueError("Invalid process group specified")
+        raise ValueError(f"destroy_process_group: {_INVALID_GROUP}")
     if group is not world:
         _registry.groups.remove(group)
         _drain([group])
@@ -416,7 +417,7 @@ def _registered(group):
     world = _default()
     group = world if group is None else group
     if not isinstance(group, ProcessGroup) or group not in _registry.groups:
-        raise ValueError("Invalid process group specified")
+        raise ValueError(_INVALID_GROUP)
     return group
 
 

@@ -26,9 +26,9 @@ class P2POp:
                 "``torch.distributed.irecv`` (here: cdist.isend, cdist.irecv)."
             )
         if peer is not None and group_peer is not None:
-            raise ValueError("Can't specify both group_rank and global_rank")
+            raise ValueError("P2POp: Can't specify both group_rank and global_rank: give peer or group_peer")
         if peer is None and group_peer is None:
-            raise ValueError("Must specify global_rank or group_rank")
+            raise ValueError("P2POp: Must specify global_rank or group_rank: give peer or group_peer")
         self.op = op
         self.tensor = tensor
         self.group = group if group is not None else _core._get_default_group()
@@ -38,7 +38,7 @@ class P2POp:
                 peer = ranks[group_peer]
             else:
                 if peer not in ranks:
-                    raise ValueError(f"Global rank {peer} is not part of group {list(ranks)}")
+                    raise ValueError(f"P2POp: Global rank {peer} is not part of group {list(ranks)}")
                 group_peer = ranks.index(peer)
         self.peer = peer
         self.tag = tag
@@ -67,7 +67,7 @@ def batch_isend_irecv(p2p_op_list) -> list[_core.Work]:
         return []
     group = p2p_op_list[0].group
     if any(op.group is not group for op in p2p_op_list):
-        raise ValueError("All ops need to use the same group.")
+        raise ValueError("batch_isend_irecv: All ops need to use the same group: call it once for each group")
     if _member(group, "batch_isend_irecv") is None:
         return []
     works = [None] * len(p2p_op_list)
