@@ -495,6 +495,39 @@ static void test_many_large(void)
     free(out);
 }
 
+/* Large messages both ways at once are read, though their sender does not move, however often. */
+static void test_both_ways(void)
+{
+    mesh_world w = world_open(2, WORLD_SHM);
+    uint8_t *out[2], *in[2];
+    for (int r = 0; r < 2; r++) {
+        out[r] = make_message(r, 1, LARGE);
+        in[r] = calloc(1, LARGE);
+    }
+    for (int i = 0; i < 40; i++) {
+        cd_xfer send[2], recv[2];
+        memset(in[1], 0, LARGE);
+        for (int r = 0; r < 2; r++)
+            cd_mesh_send(w.mesh[r], &send[r], !r, (cd_match){1, 1}, 0, out[r], LARGE, false);
+        cd_mesh_recv(w.mesh[1], &recv[1], 0, (cd_match){1, 1}, 0, in[1], LARGE, false, false);
+        for (int turn = 0; turn < 8; turn++)
+            cd_mesh_test(w.mesh[1], &recv[1]);
+        check_message(in[1], 0, 1, LARGE);
+        cd_mesh_recv(w.mesh[0], &recv[0], 1, (cd_match){1, 1}, 0, in[0], LARGE, false, false);
+        for (int r = 0; r < 2; r++) {
+            while (!(cd_mesh_test(w.mesh[!r], &send[!r]) & cd_mesh_test(w.mesh[r], &recv[r])))
+                continue;
+            CHECK(!send[!r].error && !recv[r].error);
+            check_message(in[r], !r, 1, LARGE);
+        }
+    }
+    world_close(&w);
+    for (int r = 0; r < 2; r++) {
+        free(in[r]);
+        free(out[r]);
+    }
+}
+
 static void test_all(world_kind kind)
 {
     test_exchange(kind);
@@ -521,6 +554,7 @@ int main(void)
         test_all(kind);
     setenv("CDIST_SINGLE_COPY", "auto", 1);
     test_many_large();
+    test_both_ways();
     setenv("CDIST_SINGLE_COPY", "always", 1);
     test_many_large();
     test_all(WORLD_SHM);
