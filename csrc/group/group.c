@@ -431,7 +431,8 @@ void cd_group_release(cd_group *g)
 
 void cd_group_abort(cd_group *g, const cd_error *error)
 {
-    if (!cd_cause_publish(g->cause, error))
+    /* The cause lies in memory that the other ranks read: for the parent of a forked child all is well. */
+    if (cd_world_forked(g->world) || !cd_cause_publish(g->cause, error))
         return;
     if (g == g->world->group) {
         pthread_mutex_lock(&g->world->groups_lock);

@@ -93,10 +93,13 @@ cd_status cd_group_issue_patiently(cd_group *group, const cd_op *op, uint64_t ti
                                    cd_work **out);
 /* True when cd_group_run is expected to take a few µs once all have called: the caller may keep the GIL until the first idle. */
 bool cd_group_is_quick(cd_group *group, const cd_op *op);
-/* Makes `error` the group's cause on every rank; running and later operations fail with it. Any thread; does not block. */
+/* Makes `error` the group's cause on every rank; running and later operations fail with it. Any thread; does not block. In a
+ * forked child it does nothing. */
 void cd_group_abort(cd_group *group, const cd_error *error);
 /* CD_OK, or the sticky cause as the thread's error. */
 cd_status cd_group_status(cd_group *group);
+/* CD_OK, or CD_ABORTED in a child that was forked after the group was made: the group is the parent's. */
+cd_status cd_group_check_fork(const cd_group *group);
 /* What the group's messages and records are known by; the same on all members. */
 uint64_t cd_group_context(const cd_group *group);
 /* Number of the last collective issued. */

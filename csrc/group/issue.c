@@ -7,10 +7,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+cd_status cd_group_check_fork(const cd_group *g)
+{
+    return cd_world_forked(g->world) ? cd_world_refuse_fork(g->world) : CD_OK;
+}
+
 cd_status cd_group_refuse(cd_group *g)
 {
-    if (cd_world_forked(g->world))
-        return cd_world_refuse_fork(g->world);
+    CD_TRY(cd_group_check_fork(g));
     if (atomic_load_explicit(&g->closed, memory_order_acquire))
         return cd_fail_rank(CD_ABORTED, g->world->rank, CD_DESTROYED_TEXT);
     return cd_cause_check(g->cause);

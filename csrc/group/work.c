@@ -77,6 +77,12 @@ static void destroy(cd_work *work)
     free(work);
 }
 
+/* By a forked child: nothing of it goes on here, and what moves it (connections, rings, locks) is the parent's. */
+static bool is_inherited(const cd_work *work)
+{
+    return cd_world_forked(work->group->world);
+}
+
 static bool uses_memory_alone(cd_work *work)
 {
     return (work->is_p2p || (work->event && !work->joined)) &&
@@ -90,7 +96,7 @@ void cd_work_release(cd_work *work)
     /* A transfer that still moves, or a GPU that is still at work and that nothing was made to wait for, uses this memory: the
      * group keeps it until it is through. The last holder's view of `done` is enough, since only the completion could change it,
      * and asking takes no reference. */
-    if (uses_memory_alone(work) && !cd_work_is_done(work)) {
+    if (!is_inherited(work) && uses_memory_alone(work) && !cd_work_is_done(work)) {
         cd_group *group = work->group;
         pthread_mutex_lock(&group->orphans_lock);
         bool keep = !atomic_load_explicit(&group->closed, memory_order_acquire);
@@ -143,6 +149,8 @@ bool cd_work_is_done(cd_work *work)
 {
     if (atomic_load_explicit(&work->done, memory_order_acquire))
         return true;
+    if (is_inherited(work))
+        return false;
     if (work->event)
         return poll_event(work);
     return work->is_p2p && cd_mesh_test(work->group->world->mesh, &work->xfer) && cd_p2p_finish(work);
@@ -151,7 +159,7 @@ bool cd_work_is_done(cd_work *work)
 /* The failure of a complete work, which its owner knows from here on. */
 static cd_status fail_done(cd_work *work)
 {
-    if (work->is_p2p)
+    if (work->is_p2p && !is_inherited(work))
         cd_mesh_tell(work->group->world->mesh, &work->xfer);
     return cd_fail_with(&work->error);
 }
@@ -217,6 +225,8 @@ static cd_status explain_expired(const cd_work *work)
 cd_status cd_work_wait(cd_work *work, const cd_patience *patience)
 {
     if (!cd_work_is_done(work)) {
+        if (is_inherited(work))
+            return cd_world_refuse_fork(work->group->world);
         cd_patience mine = *patience;
         /* No worker ends a message at its deadline. It counts from here, since a receive may be posted long before. */
         if (work->is_p2p && mine.deadline.at_ns == CD_NEVER.at_ns)
@@ -232,7 +242,7 @@ cd_status cd_work_wait(cd_work *work, const cd_patience *patience)
 
 cd_status cd_work_join_stream(cd_work *work, void *stream, const cd_patience *patience)
 {
-    if (!work->event)
+    if (!work->event || is_inherited(work))
         return cd_work_wait(work, patience);
     CD_TRY(cd_work_status(work));
     CD_TRY(work->event_ops->event_join_stream(work->event, stream));

@@ -57,7 +57,9 @@ cd_status cd_world_lay_out(cd_world *w, void *base, size_t bytes)
     w->host.team = next;
     next += line_up(cd_group_memory_bytes(w->locals));
     w->host.arena = w->host.arena_bytes ? next : 0;
-    return cd_arena_open(w->host.arena, w->host.arena_bytes, w->locals, w->local, &w->arena);
+    CD_TRY(cd_arena_open(w->host.arena, w->host.arena_bytes, w->locals, w->local, &w->arena));
+    w->arena->alive = w->alive;
+    return CD_OK;
 }
 
 bool cd_world_forked(const cd_world *w)
@@ -378,7 +380,7 @@ cd_group *cd_world_group(cd_world *w)
 
 cd_arena *cd_world_arena(cd_world *w)
 {
-    return w->host.arena ? w->arena : 0;
+    return w->host.arena && !cd_world_forked(w) ? w->arena : 0;
 }
 
 int cd_world_local_rank(const cd_world *w)

@@ -432,6 +432,15 @@ static PyObject *check_group(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *check_fork(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    cd_status status = cd_group_check_fork(((cd_py_group *)object)->group);
+    if (status != CD_OK)
+        return cd_py_raise(cd_py_state_of_type(Py_TYPE(object)), status);
+    Py_RETURN_NONE;
+}
+
 static PyObject *monitored_barrier(PyObject *object, PyObject *args)
 {
     cd_py_group *self = (cd_py_group *)object;
@@ -526,6 +535,7 @@ static PyMethodDef methods[] = {
      "_note_raised(lost): an error was raised, by the loss of this rank (-1: by another thing)."},
     {"_serve", set_served, METH_VARARGS, "_serve(cpu, cuda): whether a backend was named for arrays there; both at first."},
     {"_local", get_local, METH_NOARGS, "(rank, size) among the ranks of this host."},
+    {"_check_fork", check_fork, METH_NOARGS, "Raises AbortedError in a child that was forked after the group was made."},
     {"_check", check_group, METH_NOARGS, "Raises what broke the group, if anything did."},
     {"_monitored_barrier", monitored_barrier, METH_VARARGS, "_monitored_barrier(timeout, wait_all_ranks)"},
     {NULL, NULL, 0, NULL},

@@ -3,6 +3,7 @@
 #include "base/host.h"
 #include "shm/segment.h"
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -57,6 +58,11 @@ void cd_arena_free(cd_arena *arena)
     }
     pthread_mutex_destroy(&arena->lock);
     free(arena);
+}
+
+static bool is_inherited(const cd_arena *arena)
+{
+    return arena->alive && atomic_load_explicit(arena->alive, memory_order_relaxed) == 0;
 }
 
 /* Cuts b at `at` (inside of it); what follows becomes a free block. */
@@ -166,7 +172,7 @@ void cd_arena_retire(cd_arena *arena, const void *memory)
 
 void cd_arena_release(cd_arena *arena, void *memory)
 {
-    if (!memory)
+    if (!memory || is_inherited(arena))
         return;
     size_t at = cd_arena_offset(arena, memory, 0);
     pthread_mutex_lock(&arena->lock);

@@ -14,6 +14,7 @@ typedef struct cd_arena {
     char *base;            /* of rank 0's region in this process's mapping */
     size_t region_bytes;   /* per rank; sparse: costs memory only where there are blocks, mostly only where they are touched */
     int ranks, local;
+    const _Atomic uint32_t *alive; /* 0 in forked children, whose memory this is not; NULL: never forked */
     pthread_mutex_t lock;
     struct cd_arena_block *blocks;
 } cd_arena;
@@ -24,7 +25,8 @@ void cd_arena_free(cd_arena *arena);
 /* From the own region. Any thread. Blocks of 4 MiB and more lie in huge pages where the kernel makes them on request, and then
  * have all their memory at once. Errors: CD_NO_MEMORY with the sizes. */
 cd_status cd_arena_alloc(cd_arena *arena, size_t bytes, void **out);
-/* Gives a block back; its pages too (punch hole / MADV_REMOVE) from 1 MiB on. */
+/* Gives a block back; its pages too (punch hole / MADV_REMOVE) from 1 MiB on. In a forked child nothing happens: the block is
+ * the parent's, which goes on with it. */
 void cd_arena_release(cd_arena *arena, void *block);
 /* The block in which `memory` lies (none: nothing happens) is never given out again after its release: another rank may still
  * be writing to it. Its pages go back all the same. Any thread. */

@@ -50,6 +50,30 @@ static void test_blocks(void)
     cd_segment_free(&segment);
 }
 
+static void test_a_forked_child_gives_nothing_back(void)
+{
+    cd_segment segment;
+    cd_arena *arena;
+    CHECK_OK(cd_segment_create(REGION, &segment));
+    CHECK_OK(cd_arena_open(segment.base, REGION, 1, 0, &arena));
+    _Atomic uint32_t alive = 1;
+    arena->alive = &alive;
+    void *block, *next;
+    CHECK_OK(cd_arena_alloc(arena, REGION / 2, &block));
+    memset(block, 7, REGION / 2);
+    alive = 0;
+    cd_arena_release(arena, block);
+    CHECK(((char *)block)[0] == 7 && ((char *)block)[REGION / 2 - 1] == 7);
+    alive = 1;
+    CHECK_OK(cd_arena_alloc(arena, REGION / 4, &next));
+    CHECK(next != block);
+    cd_arena_release(arena, next);
+    cd_arena_release(arena, block);
+    CHECK(((char *)block)[0] == 0);
+    cd_arena_free(arena);
+    cd_segment_free(&segment);
+}
+
 /* Random allocations against a map of who owns each line. */
 static void test_random(void)
 {
@@ -166,6 +190,7 @@ int main(void)
     test_blocks();
     test_random();
     test_pages_go_back();
+    test_a_forked_child_gives_nothing_back();
     test_huge_blocks();
     test_none();
     puts("shm arena: ok");

@@ -464,6 +464,59 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on():
         assert total == 2.0
 
 
+def _fork_with_works(rank, world):
+    """The child lets go of everything that it was given; the parent goes on with it."""
+    other = 1 - rank
+    in_arena = cdist.empty((1 << 18,), np.float64)  # enough for its pages to be given back
+    in_arena.fill(5)
+    received = np.zeros(3)
+    receive = cdist.irecv(received, other)
+    gate = cdist.new_group([0, 1])
+    pending = cdist.all_reduce(np.ones(3), group=gate, async_op=True) if rank == 0 else None
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        told = []
+        calls = [receive.wait, cdist.shrink, lambda: cdist.new_group([0, 1])]
+        for call in calls + ([pending.wait] if pending else []):
+            try:
+                call()
+                told.append("worked")
+            except cdist.AbortedError as error:
+                told.append(str(error))
+        told.append(str(receive.is_completed()))
+        del in_arena
+        own = cdist.empty((1 << 18,), np.float64)
+        own.fill(9)
+        cdist.group.WORLD.abort()
+        del receive, call, calls, pending
+        cdist.destroy_process_group()
+        os.write(writer, "\n".join(told).encode())
+        os._exit(0)
+    os.close(writer)
+    text = b"".join(iter(lambda: os.read(reader, 4096), b""))
+    os.waitpid(pid, 0)
+    cdist.barrier()
+    if pending:
+        pending.wait()
+    else:
+        cdist.all_reduce(np.ones(3), group=gate)
+    cdist.send(np.full(3, rank + 1.0), other)
+    receive.wait()
+    return text.decode().split("\n"), set(in_arena), list(received)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_a_forked_child_inherits_stays_the_parents(transport):
+    for rank, (told, in_arena, received) in enumerate(run(_fork_with_works, 2, transport=transport)):
+        *errors, completed = told
+        assert len(errors) == 4 - rank
+        assert all("forked" in text for text in errors)
+        assert completed == "False"
+        assert in_arena == {5.0}
+        assert received == [2.0 - rank] * 3
+
+
 def _huge():
     return np.ones(1 << 21)
 

@@ -199,7 +199,7 @@ def shrink(timeout=60, grace=5):
 
     Raises:
         ValueError: there is no process group.
-        AbortedError: the others have gone on without this rank.
+        AbortedError: the others have gone on without this rank, or this process was forked from a rank.
         DistTimeoutError: the survivors did not meet or connect in time.
 
     Warns:
@@ -209,6 +209,7 @@ def shrink(timeout=60, grace=5):
     from cdist import groups
 
     world = _core._need_default_group("shrink")
+    world._check_fork()
     deadline = time.monotonic() + _seconds(timeout)
     _call_the_others(world, groups._registry.groups)
     shrunk = getattr(world, "_shrunk", 0) + 1
