@@ -663,6 +663,26 @@ def test_sigterm_leaves_time_to_finish(launcher):
     assert (launcher.folder / "saved1").exists()
 
 
+def test_sigterm_while_the_store_is_started(launcher):
+    script = launcher.script("touch('up')\ntime.sleep(600)")
+    command = f"""
+        import sys, time
+        from cdist.launch import agent, main
+
+        agent.StoreHost.serve = lambda self: time.sleep(600)
+        sys.exit(main.main([{str(script)!r}]))
+        """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(command)],
+        env=os.environ | dict([launcher.mark.split("=")], TMPDIR=str(launcher.temporary)),
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    launcher.started.append(process)
+    launcher.wait_for("up")
+    process.send_signal(signal.SIGTERM)
+    assert launcher.finish(process).returncode == 143
+
+
 STUBBORN_CHILD = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -810,6 +830,14 @@ def test_a_prompt_is_shown_before_its_line_ends(launcher):
     assert result.stdout == "yes\n"
 
 
+def test_a_full_disk_is_said_and_the_job_goes_on(launcher):
+    script = launcher.script("print('out', flush=True)\ntouch('up')")
+    with open("/dev/full", "w") as full:
+        result = launcher.run(script, stdout=full)
+    assert result.returncode == 0
+    assert result.stderr == "cdistrun: stdout: No space left on device: output of the workers is lost\n"
+
+
 def test_a_console_that_does_not_take_it_does_not_stop_the_end(launcher):
     script = launcher.script(
         "if rank == 1:\n    wait_for('up0')\n    sys.exit(3)\ntouch('up0')\nwhile True: print('z' * 1000)"
@@ -826,6 +854,19 @@ class Sink:
 
     def write(self, data, stream=None, finished=True):
         self.pieces.append((data, finished))
+
+
+def test_a_log_file_that_cannot_be_written_is_given_up():
+    said, sink = [], Sink()
+    read_end, write_end = os.pipe()
+    stream = logs.Stream(0, "stdout", read_end, sink, log_path="/dev/full", say=said.append)
+    for line in (b"one\n", b"two\n"):
+        os.write(write_end, line)
+        assert stream.read(0.0) == 4
+    os.close(write_end)
+    stream.close()
+    assert said == ["cdistrun: /dev/full: No space left on device: the rest of this output is not kept\n"]
+    assert sink.pieces == [(b"one\n", True), (b"two\n", True)]
 
 
 def test_a_line_that_a_full_buffer_cut_is_waited_for():

@@ -42,6 +42,7 @@ class Agent:
         self.workers = []
         self.streams = []
         self.signals = []  # that came and were not acted upon yet
+        self.is_blocked = False  # in a call that looks at no list of signals
         self.attempt = 0
         self.remote = None  # a failure that another node reported in this attempt
         self.all_done = False  # on all nodes
@@ -59,7 +60,7 @@ class Agent:
     def run(self):
         """Run the job and return the launcher's exit code; nothing of the workers' groups is left."""
         self.memory = MemoryWatch()
-        self.consoles = {"stdout": Console(1), "stderr": Console(2)}
+        self.consoles = {"stdout": Console(1, self._say), "stderr": Console(2)}
         temporary = self._make_folder()
         self.guard = Guard(temporary)
         self.host = self.nodes = None
@@ -126,15 +127,33 @@ class Agent:
         wanted = set(self.options.signals)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             wanted.discard(signal.SIGHUP)
-        return {number: signal.signal(number, lambda n, _frame: self.signals.append(n)) for number in wanted}
+        return {number: signal.signal(number, self._on_signal) for number in wanted}
+
+    def _on_signal(self, number, _frame):
+        if self.is_blocked:
+            raise _Stopped(number)
+        self.signals.append(number)
+
+    @contextlib.contextmanager
+    def _blocked(self):
+        """Around calls that may wait long: there a signal raises _Stopped at once."""
+        self.is_blocked = True
+        try:
+            if self.signals:
+                raise _Stopped(self.signals.pop(0))
+            yield
+        finally:
+            self.is_blocked = False
 
     def _host_store(self):
         options = self.options
         self.address, self.port = options.master_addr, options.master_port
         if options.dynamic:
-            self.host = _host_if_possible(self.address, self.port)
+            with self._blocked():
+                self.host = _host_if_possible(self.address, self.port)
         elif options.node_rank == 0:
-            self.host = StoreHost(self.address, self.port, options.nnodes > 1)
+            with self._blocked():
+                self.host = StoreHost(self.address, self.port, options.nnodes > 1)
             if self.port and is_ephemeral(self.port):
                 self._say(
                     f"cdistrun: warning: port {self.port} lies in the kernel's range for outgoing "
@@ -148,7 +167,8 @@ class Agent:
         if options.nnodes == 1:
             return
         if self.host:
-            self.host.serve()
+            with self._blocked():
+                self.host.serve()
         from cdist.launch.nodes import Nodes
 
         self.nodes = Nodes(options, self.host is not None)
@@ -166,7 +186,8 @@ class Agent:
                 self.nodes.begin_attempt(attempt)
             self._start_workers(attempt)
             if attempt == 0 and self.host and not self.nodes:
-                self.host.serve()  # after the start, so that loading it and starting Python overlap
+                with self._blocked():
+                    self.host.serve()  # after the start, so that loading it and starting Python overlap
             code = self._watch(attempt)
             if code == 0:
                 return 0
@@ -256,7 +277,7 @@ class Agent:
             prefix = fill_template(prefix, worker.rank, local, options.role, self.hostname)
             log_path = os.path.join(folder, f"{name}.log") if self.keeps_logs else None
             console = self.consoles[name] if shown else None
-            stream = Stream(worker.rank, name, descriptor, console, prefix.encode(), log_path)
+            stream = Stream(worker.rank, name, descriptor, console, prefix.encode(), log_path, self._say)
             self.streams.append(stream)
             on_output = functools.partial(self._on_output, stream)
             self.selector.register(descriptor, selectors.EVENT_READ, on_output)

@@ -3,6 +3,10 @@
 import socket
 
 
+# A server in this very process answers at once; a loaded machine may take a while.
+ANSWER_SECONDS = 30
+
+
 class HostError(RuntimeError):
     """The store cannot be hosted or reached; the text says why."""
 
@@ -27,7 +31,7 @@ class StoreHost:
 
         fd = self._socket.detach() if self._socket else None
         try:
-            self._store = TCPStore(self._address, self.port, None, True, 300, False, master_listen_fd=fd)
+            self._store = TCPStore(self._address, self.port, None, True, ANSWER_SECONDS, False, master_listen_fd=fd)
         except DistNetworkError as error:
             raise HostError(f"--node-rank 0 belongs on the host that --master-addr names: {error}") from None
         self.port = self._store.port

@@ -1,6 +1,7 @@
 """Output of the workers: whole lines to the console, all bytes to the log files, the end kept for reports."""
 
 import collections
+import errno
 import os
 import select
 import stat
@@ -24,8 +25,10 @@ BACKLOG_BYTES = 1 << 20
 class Console:
     """One of the launcher's own streams. Writes never block: the console may be stopped."""
 
-    def __init__(self, descriptor):
+    def __init__(self, descriptor, say=None):
+        """`say`: called once with a line, when something other than the reader's end loses output."""
         self.descriptor = descriptor
+        self._say = say
         self._backlog = collections.deque()
         self.backlog_bytes = 0
         self._partial_of = None  # the stream whose unfinished line stands at the console's end
@@ -54,8 +57,11 @@ class Console:
             piece = data if self._is_file else data[: select.PIPE_BUF]
             try:
                 written = os.write(self.descriptor, piece)
-            except OSError:
+            except OSError as error:
                 written = len(data)
+                if self._say and error.errno != errno.EPIPE:
+                    say, self._say = self._say, None
+                    say(f"cdistrun: {self._name()}: {error.strerror}: output of the workers is lost\n")
             self.backlog_bytes -= written
             if written < len(data):
                 self._backlog.appendleft(data[written:])
@@ -68,6 +74,9 @@ class Console:
             if self._backlog:
                 time.sleep(0.005)
 
+    def _name(self):
+        return {1: "stdout", 2: "stderr"}.get(self.descriptor, f"descriptor {self.descriptor}")
+
     def _is_ready(self):
         poll = select.poll()
         poll.register(self.descriptor, select.POLLOUT)
@@ -77,8 +86,8 @@ class Console:
 class Stream:
     """stdout or stderr of one worker: reads its pipe and spreads what comes."""
 
-    def __init__(self, rank, name, descriptor, console, prefix=b"", log_path=None):
-        """`console` None: not shown. `log_path` None: no file."""
+    def __init__(self, rank, name, descriptor, console, prefix=b"", log_path=None, say=None):
+        """`console` None: not shown. `log_path` None: no file. `say`: told in a line that the file failed."""
         self.rank = rank
         self.name = name
         self.descriptor = descriptor
@@ -86,6 +95,7 @@ class Stream:
         self.console = console
         self._prefix = prefix
         self._log = open(log_path, "ab", buffering=0) if log_path else None  # noqa: SIM115
+        self._say = say
         self._rest = b""
         self._rest_shown = 0  # bytes of the rest that the console has already
         self._cut_until = 0.0
@@ -102,11 +112,22 @@ class Stream:
             self.close()
             return None
         if self._log:
-            self._log.write(data)
+            self._keep(data)
         self.tail = (self.tail + data)[-TAIL_BYTES:]
         if self.console:
             self._show(data, now)
         return len(data)
+
+    def _keep(self, data):
+        """Append to the file; one that cannot be written to (a full disk) is given up, and the job goes on."""
+        try:
+            while data:
+                data = data[self._log.write(data) :]
+        except OSError as error:
+            path, log, self._log = self._log.name, self._log, None
+            log.close()
+            if self._say:
+                self._say(f"cdistrun: {path}: {error.strerror}: the rest of this output is not kept\n")
 
     def _show(self, data, now):
         whole, end, rest = (self._rest + data).rpartition(b"\n")
