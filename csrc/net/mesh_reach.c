@@ -21,9 +21,9 @@
  * 11600 and 12600. So it is measured as it goes, for each peer.
  *
  * Where large messages go both ways at once no core is idle, and what counts is the work of both: a ring costs each rank a write
- * and a read of every byte, reading one copy. Then everything is read. 64 messages each way between 2 ranks on a 2-core Xeon, µs
- * for one of each, by ring, read, and mixed as each message's pace said: 1 MiB 322, 239, 364, with the cores far apart 692, 468,
- * 502; 64 MiB by ring and read 20700 and 12900, 42500 and 24300.
+ * and a read of every byte, reading one copy. Then everything is read. 64 messages of 1 MiB each way between 2 ranks on a 2-core
+ * Xeon, µs for one of each, in the same turn: 322 by ring, 239 read, 462 where the ranks chose as each message's pace said. At
+ * 64 MiB, where nothing stays in a cache, a choice by pace ends with reading too: 12600 and 12900.
  *
  * Reading into a buffer that stays in the cache and storing that past the caches was not quicker: 16 MiB 3500 to 3700 and 3400
  * without, 64 MiB 12500 to 13500 and 12100 to 13100. */

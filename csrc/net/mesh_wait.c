@@ -285,9 +285,9 @@ cd_status cd_mesh_probe(cd_mesh *mesh, int peer, cd_match match, size_t *bytes_p
     }
 }
 
-/* Sleeps until nobody waits. Each look takes a core from a copy (17 µs of a 64 MiB message both ways), so they become rarer: the
- * helper is late by no more than the wait was long. Without the lock, which is held for as long as a megabyte takes, and whose
- * holder would have to wake the helper then. */
+/* Sleeps until nobody waits. Each look takes a core from a copy, so they become rarer: the helper is late by no more than the
+ * wait was long. Without the lock, which is held for as long as a megabyte takes, and whose holder would have to wake the helper
+ * then. */
 static void sleep_beside_waiters(cd_mesh *mesh)
 {
     uint64_t nap_ns = NAP_HELPER_NS;

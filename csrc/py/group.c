@@ -405,17 +405,6 @@ static PyObject *set_timeout(PyObject *object, PyObject *timeout)
     Py_RETURN_NONE;
 }
 
-static PyObject *set_served(PyObject *object, PyObject *args)
-{
-    int cpu, cuda;
-    if (!PyArg_ParseTuple(args, "pp:_serve", &cpu, &cuda))
-        return NULL;
-    cd_py_group *self = (cd_py_group *)object;
-    self->serves[CD_CPU] = cpu != 0;
-    self->serves[CD_CUDA] = cuda != 0;
-    Py_RETURN_NONE;
-}
-
 static PyObject *get_local(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -533,7 +522,6 @@ static PyMethodDef methods[] = {
      "(number, first as text or '') of failed sends that nobody waited for and no error that was raised explains."},
     {"_note_raised", note_raised, METH_O,
      "_note_raised(lost): an error was raised, by the loss of this rank (-1: by another thing)."},
-    {"_serve", set_served, METH_VARARGS, "_serve(cpu, cuda): whether a backend was named for arrays there; both at first."},
     {"_local", get_local, METH_NOARGS, "(rank, size) among the ranks of this host."},
     {"_check_fork", check_fork, METH_NOARGS, "Raises AbortedError in a child that was forked after the group was made."},
     {"_check", check_group, METH_NOARGS, "Raises what broke the group, if anything did."},

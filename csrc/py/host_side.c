@@ -1,5 +1,7 @@
 #include "py/host_side.h"
 
+#include "py/group.h"
+
 typedef struct {
     PyObject_HEAD
     PyObject *group;
@@ -59,7 +61,21 @@ static PyObject *make_host_side(PyObject *module, PyObject *group)
     return (PyObject *)self;
 }
 
+static PyObject *set_served(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    int cpu, cuda;
+    if (!PyArg_ParseTuple(args, "O!pp:_serve", cd_py_state_of(module)->group_type, &object, &cpu, &cuda))
+        return NULL;
+    cd_py_group *group = (cd_py_group *)object;
+    group->serves[CD_CPU] = cpu != 0;
+    group->serves[CD_CUDA] = cuda != 0;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"_serve", set_served, METH_VARARGS,
+     "_serve(group, cpu, cuda): whether a backend was named for arrays there; both at first."},
     {"_host_side", make_host_side, METH_O,
      "_host_side(group): for values of cdist's own in host memory, which move in groups for GPUs alone too."},
     {NULL, NULL, 0, NULL},

@@ -29,7 +29,7 @@ class ProcessGroup(_core.ProcessGroup):
         """Say what the group was made with; arrays on devices that `config` does not name are refused."""
         self._backend, self._config, self._store = backend, config, store
         named = config.get_device_backend_map()
-        self._serve("cpu" in named, "cuda" in named)
+        _core._serve(self, "cpu" in named, "cuda" in named)
 
     def name(self) -> str:
         """Backend's name."""

@@ -2,7 +2,6 @@
 
 import socket
 
-
 # A server in this very process answers at once; a loaded machine may take a while.
 ANSWER_SECONDS = 30
 
@@ -31,7 +30,9 @@ class StoreHost:
 
         fd = self._socket.detach() if self._socket else None
         try:
-            self._store = TCPStore(self._address, self.port, None, True, ANSWER_SECONDS, False, master_listen_fd=fd)
+            self._store = TCPStore(
+                self._address, self.port, None, True, ANSWER_SECONDS, False, master_listen_fd=fd
+            )
         except DistNetworkError as error:
             raise HostError(f"--node-rank 0 belongs on the host that --master-addr names: {error}") from None
         self.port = self._store.port

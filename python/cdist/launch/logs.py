@@ -119,7 +119,7 @@ class Stream:
         return len(data)
 
     def _keep(self, data):
-        """Append to the file; one that cannot be written to (a full disk) is given up, and the job goes on."""
+        """Append to the file; one that cannot be written to (a full disk) is given up; the job goes on."""
         try:
             while data:
                 data = data[self._log.write(data) :]
