@@ -63,11 +63,14 @@ static size_t resident_pages(void)
     return resident;
 }
 
+/* Not of the heap: a sanitizer keeps what is freed, and that grows. */
+static float values[2][65536];
+
 static void reduce_many(int rank, void *ctx)
 {
     shm_ranks *g = ctx;
     cd_patience patience = shm_ranks_patience(g, 120 * CD_NS_PER_S);
-    float *data = calloc(65536, sizeof *data);
+    float *data = values[rank];
     uint64_t state = 1;
     for (uint64_t i = 0; i < 20000; i++) {
         size_t count = (size_t)(next_random(&state) % (i % 50 == 0 ? 65536 : 512));
@@ -76,14 +79,14 @@ static void reduce_many(int rank, void *ctx)
                     .out = shm_one(&span), .count = count, .item_bytes = 4, .sequence = i};
         CHECK_OK(cd_plan_find(&g->teams[rank], &op)->run(&g->teams[rank], &op, &patience));
     }
-    free(data);
 }
 
 static void test_memory_does_not_grow(void)
 {
     shm_ranks g;
     shm_ranks_make(&g, 2, 0);
-    check_on_ranks(2, reduce_many, &g);
+    for (int i = 0; i < 2; i++) /* what the first threads leave behind counts only then */
+        check_on_ranks(2, reduce_many, &g);
     size_t before = resident_pages();
     check_on_ranks(2, reduce_many, &g);
     CHECK(resident_pages() < before + 256);
