@@ -12,6 +12,7 @@ import time
 import uuid
 from pathlib import Path
 
+import cdist
 import pytest
 from cdist import multiprocessing as mp
 from cdist.errors import PeerLostError
@@ -231,6 +232,68 @@ def test_ctrl_c(tmp_path, mark, method, whole_group):
     assert_gone(mark, 10)
 
 
+def sleep_on(index=None):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def own_children(index, folder):
+    """As a DataLoader does: workers of its own, and semaphores with names to reach them."""
+    context = mp.get_context("spawn")
+    semaphore = context.Semaphore()
+    child = context.Process(target=sleep_on, daemon=True)
+    child.start()
+    folder.joinpath(str(index)).write_text(f"{child.pid} {semaphore._semlock.name}")
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_ctrl_c_ends_what_the_processes_started(tmp_path, mark, method, whole_group):
+    folder = tmp_path / "up"
+    folder.mkdir()
+    code = (
+        "from cdist import multiprocessing as mp\n"
+        "from pathlib import Path\n"
+        "from test_spawn import own_children\n"
+        f"mp.start_processes(own_children, (Path({str(folder)!r}),), nprocs=2, start_method={method!r})\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", code]
+    parent = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while len(words := [path.read_text().split() for path in folder.iterdir()]) < 2 or not all(words):
+        assert parent.poll() is None
+        time.sleep(0.01)
+    (os.killpg if whole_group else os.kill)(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=20)
+    assert parent.returncode == -signal.SIGINT
+    assert err.count("KeyboardInterrupt") == 1
+    assert_gone(mark, 10)
+    assert not any(Path("/dev/shm", f"sem.{name.strip('/')}").exists() for _, name in words)
+
+
+def fail_in_a_group(index, folder):
+    cdist.init_process_group(init_method=f"file://{folder}/meet", rank=index, world_size=2)
+    if index == 1:
+        raise ValueError("bad sample 17")
+    try:
+        cdist.barrier()
+        cdist.barrier()
+    except PeerLostError as error:
+        folder.joinpath("told").write_text(f"{error.rank}: {error}")
+        raise
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_other_processes_are_told_of_an_exception(tmp_path, method):
+    with pytest.raises(mp.ProcessRaisedException, match="bad sample 17") as caught:
+        mp.start_processes(fail_in_a_group, (tmp_path,), nprocs=2, start_method=method)
+    assert caught.value.error_index == 1
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("1: ")
+    assert "rank 1 ended with ValueError: bad sample 17" in told
+
+
 def run_python(arguments, **kw):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, **kw)
 
@@ -272,6 +335,16 @@ def test_import_is_quiet():
     )
     result = run_python(["-c", code])  # K170
     assert result.returncode == 0, result.stderr
+
+
+def test_ctrl_c_during_the_import(tmp_path):
+    """It is not told as a NumPy that cannot be imported."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise KeyboardInterrupt\n")
+    code = "try:\n    import cdist\nexcept KeyboardInterrupt:\n    print('interrupted')\n"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    result = run_python(["-c", code], env=env)
+    assert (result.stdout, result.stderr) == ("interrupted\n", "")
 
 
 def _answer(index, folder):

@@ -458,6 +458,11 @@ static PyMethodDef methods[] = {
 
 static int import_numpy(void)
 {
+    /* Before NumPy's macro, which prints whatever ends the import and raises ImportError for it: Ctrl-C would be lost. */
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    if (!numpy)
+        return -1;
+    Py_DECREF(numpy);
     import_array1(-1);
     return 0;
 }

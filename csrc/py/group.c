@@ -300,7 +300,6 @@ static PyObject *count_pending(PyObject *object, PyObject *unused)
     return PyLong_FromUnsignedLong(self->group ? cd_group_pending(self->group) : 0);
 }
 
-/* The deadline is short and the interpreter may be ending: no look at signals. */
 static PyObject *drain_group(PyObject *object, PyObject *arg)
 {
     cd_py_group *self = (cd_py_group *)object;
@@ -308,10 +307,13 @@ static PyObject *drain_group(PyObject *object, PyObject *arg)
     if (PyErr_Occurred())
         return NULL;
     if (self->group && seconds > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        cd_patience patience = cd_patience_until(cd_deadline_after_ns((uint64_t)(seconds * 1e9)), 1);
+        cd_py_wait wait;
+        cd_patience patience = cd_py_wait_begin(&wait, cd_deadline_after_ns((uint64_t)(seconds * 1e9)), 1);
+        cd_py_wait_detach(&wait);
         cd_group_drain(self->group, &patience);
-        Py_END_ALLOW_THREADS
+        cd_py_wait_end(&wait);
+        if (PyErr_Occurred()) /* of a signal handler */
+            return NULL;
     }
     return PyBool_FromLong(self->group && cd_group_status(self->group) == CD_OK);
 }

@@ -265,22 +265,29 @@ def _bottom(store):
     return getattr(store, "_underlying_non_prefix_store", store)
 
 
+def note_uncaught(error, trace):
+    """Tell the other ranks and the recorder of an exception that ends this process."""
+    _explain_mixture(error, trace)
+    world = _core._get_default_group()
+    if world is None:
+        return
+    with contextlib.suppress(Exception):
+        lost = error.rank if isinstance(error, PeerLostError) and error.rank is not None else -1
+        words = f"rank {world.rank()} ended with {type(error).__name__}: {error}".removesuffix(": ")
+        world._announce_death(words[:900], lost)
+    if os.environ.get("CDIST_DUMP_DIR"):
+        from cdist.recorder import dump_uncaught
+
+        with contextlib.suppress(Exception):
+            dump_uncaught(world, error)
+
+
 def _install_hooks(rank):
     """Peers learn at once when this rank dies of an exception; its traceback says which rank it is."""
     previous = sys.excepthook
 
     def excepthook(kind, error, trace):
-        _explain_mixture(error, trace)
-        world = _core._get_default_group()
-        if world is not None:
-            with contextlib.suppress(Exception):
-                lost = error.rank if isinstance(error, PeerLostError) and error.rank is not None else -1
-                world._announce_death(f"rank {rank} ended with {kind.__name__}: {error}"[:900], lost)
-            if os.environ.get("CDIST_DUMP_DIR"):
-                from cdist.recorder import dump_uncaught
-
-                with contextlib.suppress(Exception):
-                    dump_uncaught(world, error)
+        note_uncaught(error, trace)
         if not issubclass(kind, KeyboardInterrupt) and "TORCHELASTIC_ERROR_FILE" in os.environ:
             from cdist.launch.record import write_error
 
@@ -306,8 +313,11 @@ def _teardown():
         if not is_initialized():
             return
         rank = get_rank()
-        pending = _drain(_registry.groups)
-        destroy_process_group()
+        try:
+            pending = _drain(_registry.groups)
+        except KeyboardInterrupt:  # who waits for the end of the program does not want to
+            pending = sum(group._pending() for group in _registry.groups)
+        _close_all()
         if pending:
             sys.stderr.write(
                 f"[rank{rank}]: cdist: {pending} asynchronous operation(s) were not complete when the "
@@ -368,11 +378,19 @@ def destroy_process_group(group=None) -> None:
         raise ValueError(f"destroy_process_group: {_INVALID_GROUP}")
     if group is not world:
         _registry.groups.remove(group)
-        _drain([group])
-        group.shutdown()
+        try:
+            _drain([group])
+        finally:
+            group.shutdown()
         return
-    _drain(_registry.groups)
-    _tell_failed_sends(world)
+    try:
+        _drain(_registry.groups)
+    finally:
+        _close_all()
+
+
+def _close_all():
+    _tell_failed_sends(_core._get_default_group())
     for member in reversed(_registry.groups):
         member.shutdown()
     dump_signal.remove()

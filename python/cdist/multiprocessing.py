@@ -8,6 +8,7 @@ import json
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.process
+import multiprocessing.util
 import os
 import pickle
 import resource
@@ -21,7 +22,8 @@ from numbers import Integral
 from typing import Any
 
 from cdist.errors import AbortedError, DistError, PeerLostError
-from cdist.launch.exits import MemoryWatch, mebibytes, signal_name
+from cdist.groups import note_uncaught
+from cdist.launch.exits import INTERRUPT_GRACE, MemoryWatch, mebibytes, signal_name
 
 __all__ = [
     "ProcessContext",
@@ -93,15 +95,30 @@ def _run(fn, index, args, pipe, by_kernel):
     pipe.send_bytes(b"")
     try:
         fn(index, *args)
-    except KeyboardInterrupt:
-        # Quietly, but not as a success: end by the signal itself.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt as error:
+        _end_interrupted(error)
     except Exception as error:
+        note_uncaught(error, error.__traceback__)
         text = traceback.format_exc()
         is_consequence = isinstance(error, (PeerLostError, AbortedError))
         pipe.send_bytes(json.dumps((time.time(), is_consequence, text[-_TEXT_BYTES:])).encode())
         sys.exit(1)
+
+
+def _end_interrupted(error):
+    """End by SIGINT itself: quietly, but not as a success.
+
+    Before that as much as a process does at its end that others would miss: the children that multiprocessing
+    made (a DataLoader's workers), their semaphores and folders would stay.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
+    note_uncaught(error, error.__traceback__)
+    with contextlib.suppress(Exception):
+        mp.util._exit_function()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 class _Failure:
@@ -203,14 +220,25 @@ class ProcessContext:
                 return
             self._collect(left)
 
+    def _end_interrupted(self):
+        """Stop what still runs as Ctrl-C does: on a terminal it has reached all, else this process alone."""
+        self._await_end(INTERRUPT_GRACE)
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT)
+        self._await_end(INTERRUPT_GRACE)
+
+    def _await_end(self, seconds):
+        end = time.monotonic() + seconds
+        while self._running and time.monotonic() < end:
+            self._collect(max(0.0, end - time.monotonic()))
+
     def _end_all(self, grace):
         """Stop what still runs. What ends by it is no failure."""
         noted = dict(self._failures)
         for process in self._running.values():
             process.terminate()
-        end = time.monotonic() + grace
-        while self._running and time.monotonic() < end:
-            self._collect(max(0.0, end - time.monotonic()))
+        self._await_end(grace)
         for process in self._running.values():
             process.kill()
         while self._running:
@@ -315,8 +343,10 @@ def start_processes(
             pass
     except ProcessException:
         raise
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt):
+                started._end_interrupted()
             started._end_all(AFTERMATH)
         started._end_all(0)
         raise

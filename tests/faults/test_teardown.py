@@ -566,6 +566,29 @@ def test_ctrl_c_in_every_blocking_call(where, transport):
     assert run(_interrupt, 2, where, transport=transport) == [None, True]
 
 
+def _interrupt_destroy(rank, world, which):
+    store = cdist.group.WORLD.get_group_store()
+    group = cdist.new_group()
+    if rank == 0:
+        store.wait(["interrupted"], timedelta(seconds=20))
+        return None
+    work = cdist.isend(_huge(), 0, group=group)  # for which nobody asks
+    with pytest.raises(KeyboardInterrupt), ctrl_c_soon():
+        cdist.destroy_process_group(group if which == "group" else None)
+    closed = not cdist.is_initialized() if which == "all" else group not in cdist.groups._registry.groups
+    with pytest.raises(cdist.DistError):
+        work.wait()
+    store.set("interrupted", "")
+    return closed
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("which", ["group", "all"])
+def test_ctrl_c_while_destroy_lets_messages_go_out(which, transport):
+    """It is over at once, and the group is closed all the same."""
+    assert run(_interrupt_destroy, 2, which, transport=transport) == [None, True]
+
+
 @pytest.mark.parametrize("where", STORE_CALLS)
 def test_ctrl_c_in_every_call_of_a_store(where):
     """K119."""

@@ -12,7 +12,7 @@ import time
 from cdist.launch import options as opt
 from cdist.launch.binding import core_sets
 from cdist.launch.dumps import Dumps
-from cdist.launch.exits import MemoryWatch, shell_code, signal_name
+from cdist.launch.exits import INTERRUPT_GRACE, MemoryWatch, shell_code, signal_name
 from cdist.launch.guard import Guard
 from cdist.launch.host import HostError, StoreHost, is_ephemeral
 from cdist.launch.logs import Console, Stream, fill_template
@@ -25,8 +25,6 @@ AFTERMATH = 1.0
 # A launcher that knows the cause has told the others of it after this long: 0.4 s at most, where nobody
 # waits for a core.
 NEWS = 1.0
-# What Ctrl-C leaves the workers before SIGKILL, seconds.
-INTERRUPT_GRACE = 0.4
 
 
 class FolderError(RuntimeError):

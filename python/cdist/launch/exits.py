@@ -2,6 +2,9 @@
 
 import signal
 
+# What Ctrl-C leaves the processes of a job before it is enforced, seconds.
+INTERRUPT_GRACE = 0.4
+
 
 def signal_name(number):
     """Return "SIGKILL" for 9; "signal 99" for one without a name."""
