@@ -306,8 +306,8 @@ def start_processes(
         TypeError, pickle.PicklingError: arguments of another kind, or that do not go through pickle.
         ValueError: unknown start method, or fewer than one process.
 
-    The processes end when this one does, even by SIGKILL; Ctrl-C ends them all and is raised as
-    KeyboardInterrupt.
+    The processes end when this one does, even by SIGKILL; Ctrl-C ends them all, with what they started by
+    multiprocessing, and is raised as KeyboardInterrupt.
 
     """
     if start_method not in ("spawn", "fork", "forkserver"):
