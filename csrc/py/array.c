@@ -3,6 +3,7 @@
 #include "py/array_impl.h"
 #include "simd/strided.h"
 
+#include <limits.h>
 #include <numpy/arrayobject.h>
 #include <stdio.h>
 #include <string.h>
@@ -111,28 +112,74 @@ int cd_py_array_refuse_dims(const char *name, int ndim)
     return -1;
 }
 
-void cd_py_array_set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t unit)
+static int refuse_reach(const cd_py_array *out, const char *name)
 {
+    PyErr_Format(PyExc_ValueError,
+                 "parameter `%s` (%s) says of itself, by shape, strides or address, that it reaches beyond what can be "
+                 "addressed: no such array is there", name, Py_TYPE(out->object)->tp_name);
+    return -1;
+}
+
+/* Whether the address space has room from the first byte of the lowest element to the last of the highest. */
+static bool can_be_addressed(const cd_py_array *out)
+{
+    ptrdiff_t low = 0, high = (ptrdiff_t)out->span.item_bytes, reach;
+    uintptr_t end;
+    for (int i = 0; i < out->dims.ndim; i++) {
+        if (__builtin_mul_overflow((ptrdiff_t)out->dims.shape[i] - 1, out->dims.strides[i], &reach) ||
+            __builtin_add_overflow(*(reach < 0 ? &low : &high), reach, reach < 0 ? &low : &high))
+            return false;
+    }
+    return (uintptr_t)out->span.data >= 0 - (uintptr_t)low &&
+           !__builtin_add_overflow((uintptr_t)out->span.data, (uintptr_t)high, &end);
+}
+
+int cd_py_array_set_layout(cd_py_array *out, const int64_t *strides, ptrdiff_t unit, const char *name)
+{
+    bool packed = true, fits = true, empty = false;
     size_t count = 1;
-    bool packed = true;
-    ptrdiff_t expected = (ptrdiff_t)out->span.item_bytes;
+    ptrdiff_t bytes = (ptrdiff_t)out->span.item_bytes; /* of what lies within this dimension */
     for (int i = out->ndim - 1; i >= 0; i--) {
-        if (strides && out->shape[i] != 1 && strides[i] * unit != expected)
-            packed = false;
-        expected *= (ptrdiff_t)out->shape[i];
-        count *= (size_t)out->shape[i];
+        ptrdiff_t extent = (ptrdiff_t)out->shape[i], step = 0;
+        if (cd_unlikely(extent < 0)) {
+            PyErr_Format(PyExc_ValueError, "parameter `%s` says that it has %zd elements in dimension %d", name, extent, i);
+            return -1;
+        }
+        fits &= !strides || !__builtin_mul_overflow((ptrdiff_t)strides[i], unit, &step);
+        packed &= !strides || extent == 1 || step == bytes;
+        out->dims.shape[i] = (size_t)extent;
+        out->dims.strides[i] = step;
+        empty |= extent == 0;
+        /* Of an empty array too, as NumPy does: its other dimensions are multiplied elsewhere. */
+        fits &= extent == 0 || (!__builtin_mul_overflow(bytes, extent, &bytes) &&
+                                !__builtin_mul_overflow(count, (size_t)extent, &count));
     }
-    out->span.count = count;
+    if (cd_unlikely(!fits))
+        return refuse_reach(out, name);
+    out->span.count = empty ? 0 : count;
     out->span.dims = NULL;
-    if (packed || count == 0)
-        return;
+    if (empty)
+        return 0;
+    uintptr_t end;
+    if (cd_likely(packed))
+        return cd_likely(!__builtin_add_overflow((uintptr_t)out->span.data, (uintptr_t)bytes, &end)) ? 0
+                                                                                                 : refuse_reach(out, name);
     out->dims.ndim = out->ndim;
-    for (int i = 0; i < out->ndim; i++) {
-        out->dims.shape[i] = (size_t)out->shape[i];
-        out->dims.strides[i] = (ptrdiff_t)strides[i] * unit;
-    }
+    if (!can_be_addressed(out))
+        return refuse_reach(out, name);
     if (!cd_dims_normalise(&out->dims, out->span.item_bytes))
         out->span.dims = &out->dims;
+    return 0;
+}
+
+int cd_py_array_set_device(cd_py_array *out, int64_t index, const char *name)
+{
+    if (index < 0 || index >= INT_MAX) { /* 1 is added to it elsewhere */
+        PyErr_Format(PyExc_ValueError, "parameter `%s` says that it lies on GPU %lld", name, (long long)index);
+        return -1;
+    }
+    out->device_index = (int)index;
+    return 0;
 }
 
 static int check_output(const cd_py_array *array, const char *name)
@@ -184,8 +231,29 @@ static int read_numpy(PyArrayObject *array, const char *name, cd_py_array *out)
     int64_t strides[CD_MAX_DIMS];
     for (int i = 0; i < ndim; i++)
         strides[i] = PyArray_STRIDES(array)[i];
-    cd_py_array_set_layout(out, strides, 1);
-    return 0;
+    return cd_py_array_set_layout(out, strides, 1, name);
+}
+
+/* Says of which argument an exception of another library tells, in a line. What is no fault of the argument passes. */
+int cd_py_array_name_error(PyObject *object, const char *name)
+{
+    if (PyErr_ExceptionMatches(PyExc_MemoryError) || !PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
+    PyObject *kind = PyErr_ExceptionMatches(PyExc_ValueError) ? PyExc_ValueError : PyExc_TypeError;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    const char *why = text ? PyUnicode_AsUTF8(text) : NULL;
+    PyErr_Clear();
+    char line[200];
+    snprintf(line, sizeof line, "%.*s", why ? (int)strcspn(why, "\n") : 0, why ? why : "");
+    PyErr_Format(kind, "parameter `%s` (%s) is no array that can be read: %s", name, Py_TYPE(object)->tp_name,
+                 line[0] ? line : "no reason given");
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return -1;
 }
 
 /* A view without a copy, made by NumPy: buffers and __array_interface__. */
@@ -196,7 +264,7 @@ static int read_view(PyObject *object, const char *name, cd_py_array *out)
     PyObject *view = source ? PyArray_FromAny(source, NULL, 0, 0, 0, NULL) : NULL;
     Py_XDECREF(source);
     if (!view)
-        return -1;
+        return cd_py_array_name_error(object, name);
     out->keep = view;
     return read_numpy((PyArrayObject *)view, name, out);
 }
@@ -217,72 +285,29 @@ int cd_py_array_set_dtype(PyObject *dtype, const char *name, cd_py_array *out)
     return result;
 }
 
-/* The stream in which the array's maker says that its work is ordered. */
-static int read_cuda_stream(PyObject *interface, void **stream_p)
+/* The array's own attribute knows more than a typestr of types that NumPy lacks (bfloat16: '<V2'). */
+int cd_py_array_set_told_dtype(PyObject *object, PyObject *typestr, const char *name, cd_py_array *out)
 {
-    PyObject *number = PyDict_Check(interface) ? PyDict_GetItemString(interface, "stream") : NULL; /* borrowed */
-    *stream_p = number && number != Py_None ? PyLong_AsVoidPtr(number) : NULL;
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int read_cuda_layout(PyObject *interface, const char *name, cd_py_array *out)
-{
-    PyObject *shape = PyDict_GetItemString(interface, "shape");
-    PyObject *data = PyDict_GetItemString(interface, "data");
-    PyObject *strides = PyDict_GetItemString(interface, "strides");
-    if (!shape || !PyTuple_Check(shape) || !data || !PyTuple_Check(data) || PyTuple_GET_SIZE(data) != 2) {
-        PyErr_Format(PyExc_TypeError, "parameter `%s`: malformed __cuda_array_interface__", name);
-        return -1;
-    }
-    if (PyTuple_GET_SIZE(shape) > CD_MAX_DIMS)
-        return cd_py_array_refuse_dims(name, (int)PyTuple_GET_SIZE(shape));
-    out->ndim = (int)PyTuple_GET_SIZE(shape);
-    bool strided = strides && PyTuple_Check(strides) && PyTuple_GET_SIZE(strides) == out->ndim;
-    int64_t steps[CD_MAX_DIMS];
-    for (int i = 0; i < out->ndim; i++) {
-        out->shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
-        steps[i] = strided ? PyLong_AsLongLong(PyTuple_GET_ITEM(strides, i)) : 0;
-    }
-    out->span.data = PyLong_AsVoidPtr(PyTuple_GET_ITEM(data, 0));
-    out->writable = PyObject_IsTrue(PyTuple_GET_ITEM(data, 1)) == 0;
-    if (PyErr_Occurred())
-        return -1;
-    cd_py_array_set_layout(out, strided ? steps : NULL, 1);
-    return 0;
-}
-
-static int read_cuda_device(PyObject *object, int *index_p)
-{
-    *index_p = -1; /* the current one */
-    PyObject *device = PyObject_GetAttrString(object, "device");
-    PyObject *id = device ? PyObject_GetAttrString(device, "id") : NULL;
-    if (id && PyLong_Check(id))
-        *index_p = (int)PyLong_AsLong(id);
-    Py_XDECREF(id);
-    Py_XDECREF(device);
+    PyArray_Descr *told = NULL;
+    PyObject *own = PyObject_GetAttrString(object, "dtype");
     PyErr_Clear();
-    return 0;
-}
-
-static int read_cuda_interface(PyObject *object, PyObject *interface, const char *name, cd_py_array *out)
-{
-    out->keep = interface;
-    out->device = CD_CUDA;
-    PyObject *dtype = PyObject_GetAttrString(object, "dtype");
-    if (!dtype)
+    int result = -1;
+    if (!PyArray_DescrConverter(typestr, &told)) {
         PyErr_Clear();
-    PyObject *typestr = PyDict_Check(interface) ? PyDict_GetItemString(interface, "typestr") : NULL;
-    PyObject *source = dtype && PyArray_DescrCheck(dtype) ? dtype : typestr;
-    int result = source ? cd_py_array_set_dtype(source, name, out) : -1;
-    Py_XDECREF(dtype);
-    if (result < 0) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_TypeError, "parameter `%s`: malformed __cuda_array_interface__", name);
-        return -1;
+        PyErr_Format(PyExc_TypeError, "parameter `%s`: malformed __cuda_array_interface__: its typestr is %R", name, typestr);
+    } else if (!own || !PyArray_DescrCheck(own)) {
+        result = cd_py_array_set_dtype((PyObject *)told, name, out);
+    } else if (PyDataType_ELSIZE((PyArray_Descr *)own) != PyDataType_ELSIZE(told) ||
+               (told->kind != 'V' && ((PyArray_Descr *)own)->type_num < NPY_USERDEF &&
+                !PyArray_EquivTypes((PyArray_Descr *)own, told))) {
+        PyErr_Format(PyExc_TypeError, "parameter `%s`: malformed __cuda_array_interface__: its typestr is %R, its dtype %S", name,
+                     typestr, own);
+    } else {
+        result = cd_py_array_set_dtype(own, name, out);
     }
-    if (read_cuda_layout(interface, name, out) < 0 || read_cuda_device(object, &out->device_index) < 0)
-        return -1;
-    return read_cuda_stream(interface, &out->stream);
+    Py_XDECREF(own);
+    Py_XDECREF(told);
+    return result;
 }
 
 /* --------------------------------------------------------------------------------------------------------- dispatch */
@@ -311,6 +336,16 @@ static int refuse_object(PyObject *object, const char *name)
     return -1;
 }
 
+/* Keeps the exception that is set. */
+static bool has_attribute(PyObject *object, const char *attribute)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    bool has = PyObject_HasAttrString(object, attribute);
+    PyErr_Restore(type, value, trace);
+    return has;
+}
+
 static int read_other(cd_py_state *state, PyObject *object, const char *name, cd_py_array *out)
 {
     if (cd_py_cupy_find(state, Py_TYPE(object)))
@@ -321,7 +356,10 @@ static int read_other(cd_py_state *state, PyObject *object, const char *name, cd
         return refuse_object(object, name);
     PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
     if (interface)
-        return read_cuda_interface(object, interface, name, out);
+        return cd_py_array_interface_read(object, interface, name, out);
+    /* A framework may have no interface for what it has DLPack for; otherwise why there is none is the answer. */
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError) && !has_attribute(object, "__dlpack__"))
+        return cd_py_array_name_error(object, name);
     PyErr_Clear();
     if (PyObject_CheckBuffer(object) || PyObject_HasAttrString(object, "__array_interface__"))
         return read_view(object, name, out);
@@ -366,7 +404,7 @@ int cd_py_array_stream(cd_py_state *state, PyObject *object, int device_index, v
     PyObject *interface = PyObject_GetAttrString(object, "__cuda_array_interface__");
     if (!interface)
         PyErr_Clear(); /* made by __dlpack__: work in the legacy default stream is what is known */
-    int result = interface ? read_cuda_stream(interface, stream_p) : 0;
+    int result = interface && PyDict_Check(interface) ? cd_py_array_interface_stream(interface, "tensor", stream_p) : 0;
     Py_XDECREF(interface);
     return result;
 }

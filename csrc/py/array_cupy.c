@@ -92,7 +92,7 @@ int cd_py_cupy_stream(const cd_py_state *state, void **stream_p)
     return result;
 }
 
-static int read_memory(cd_py_state *state, PyObject *object, cd_py_array *out)
+static int read_memory(cd_py_state *state, PyObject *object, const char *name, cd_py_array *out)
 {
     PyObject *data = get(object, state->data_name, &state->cupy_getters[CD_PY_CUPY_DATA]);
     PyObject *device = data ? get(data, state->device_id_name, &state->cupy_getters[CD_PY_CUPY_DEVICE]) : NULL;
@@ -100,8 +100,8 @@ static int read_memory(cd_py_state *state, PyObject *object, cd_py_array *out)
     if (device)
         result = read_number(get(data, state->ptr_name, &state->cupy_getters[CD_PY_CUPY_PTR]), &out->span.data);
     if (result == 0) {
-        out->device_index = (int)PyLong_AsLong(device);
-        result = out->device_index == -1 && PyErr_Occurred() ? -1 : 0;
+        int64_t index = PyLong_AsLongLong(device);
+        result = index == -1 && PyErr_Occurred() ? -1 : cd_py_array_set_device(out, index, name);
     }
     Py_XDECREF(device);
     Py_XDECREF(data);
@@ -145,7 +145,7 @@ int cd_py_cupy_read(cd_py_state *state, PyObject *object, const char *name, cd_p
     PyObject *dtype = get(object, state->dtype_name, &getters[CD_PY_CUPY_DTYPE]);
     int result = dtype ? cd_py_array_set_dtype(dtype, name, out) : -1;
     Py_XDECREF(dtype);
-    if (result < 0 || read_memory(state, object, out) < 0)
+    if (result < 0 || read_memory(state, object, name, out) < 0)
         return -1;
     PyObject *shape = get(object, state->shape_name, &getters[CD_PY_CUPY_SHAPE]);
     out->ndim = read_numbers(shape, state->shape_name, name, out->shape);
@@ -160,6 +160,7 @@ int cd_py_cupy_read(cd_py_state *state, PyObject *object, const char *name, cd_p
         if (count != out->ndim)
             return -1;
     }
-    cd_py_array_set_layout(out, packed ? NULL : strides, 1);
+    if (cd_py_array_set_layout(out, packed ? NULL : strides, 1, name) < 0)
+        return -1;
     return cd_py_cupy_stream(state, &out->stream);
 }

@@ -32,8 +32,12 @@ static int dtype_of_dlpack(cd_dl_dtype dl, const char *name, cd_py_array *out)
 
 static int read_dl_tensor(const cd_dl_tensor *dl, const char *name, cd_py_array *out)
 {
-    if (dl->ndim > CD_MAX_DIMS)
+    if (dl->ndim < 0 || dl->ndim > CD_MAX_DIMS)
         return cd_py_array_refuse_dims(name, dl->ndim);
+    if (dl->ndim > 0 && !dl->shape) {
+        PyErr_Format(PyExc_TypeError, "parameter `%s` has %d dimensions by DLPack and no shape", name, dl->ndim);
+        return -1;
+    }
     switch (dl->device.device_type) {
     case CD_DL_CPU:
     case CD_DL_CUDA_HOST: out->device = CD_CPU; break;
@@ -46,12 +50,20 @@ static int read_dl_tensor(const cd_dl_tensor *dl, const char *name, cd_py_array 
     }
     if (dtype_of_dlpack(dl->dtype, name, out) < 0)
         return -1;
-    out->device_index = dl->device.device_id;
-    out->span.data = (char *)dl->data + dl->byte_offset;
+    if (out->device == CD_CUDA && cd_py_array_set_device(out, dl->device.device_id, name) < 0)
+        return -1;
+    uintptr_t first;
+    bool wraps = __builtin_add_overflow((uintptr_t)dl->data, dl->byte_offset, &first);
+    out->span.data = (void *)first;
     out->ndim = dl->ndim;
     for (int i = 0; i < dl->ndim; i++)
         out->shape[i] = dl->shape[i];
-    cd_py_array_set_layout(out, dl->strides, (ptrdiff_t)out->span.item_bytes);
+    if (cd_unlikely(wraps)) {
+        PyErr_Format(PyExc_ValueError, "parameter `%s` begins, by DLPack, beyond the end of the address space", name);
+        return -1;
+    }
+    if (cd_py_array_set_layout(out, dl->strides, (ptrdiff_t)out->span.item_bytes, name) < 0)
+        return -1;
     if (!dl->data && out->span.count) {
         PyErr_Format(PyExc_TypeError, "parameter `%s` (%s) has no memory of its own", name, Py_TYPE(out->object)->tp_name);
         return -1;
@@ -165,9 +177,12 @@ static int read_capsule(PyObject *capsule, const char *name, cd_py_array *out)
         out->writable = !(managed->flags & CD_DL_READ_ONLY);
         return read_dl_tensor(&managed->tensor, name, out);
     }
-    const cd_dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
-    if (!managed)
+    if (!PyCapsule_IsValid(capsule, "dltensor")) {
+        PyErr_Format(PyExc_TypeError, "parameter `%s`: __dlpack__ gave %R, which is no DLPack tensor, or one that was used", name,
+                     capsule);
         return -1;
+    }
+    const cd_dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
     /* The old form has no flag; JAX, whose arrays never change, still hands it out. */
     out->writable = strncmp(Py_TYPE(out->object)->tp_name, "jax", 3) != 0;
     return read_dl_tensor(&managed->tensor, name, out);
@@ -188,7 +203,7 @@ int cd_py_dlpack_read(PyObject *object, const char *name, cd_py_array *out)
     Py_DECREF(method);
     Py_XDECREF(none);
     Py_XDECREF(version);
-    return capsule ? read_capsule(capsule, name, out) : -1;
+    return capsule ? read_capsule(capsule, name, out) : cd_py_array_name_error(object, name);
 }
 
 static const cd_dl_exchange *find_exchange(PyTypeObject *type)
