@@ -1,5 +1,6 @@
 #include "py/call.h"
 
+#include "backend/gpu.h"
 #include "py/args.h"
 #include "py/errors.h"
 #include "py/glue.h"
@@ -228,11 +229,15 @@ static void release_call(cd_py_call *call)
     Py_DECREF(call->group);
 }
 
+static const cd_py_array *first_array(const cd_py_call *call)
+{
+    return call->arrays ? &call->array[0] : call->lists ? &call->list[0].items[0] : NULL;
+}
+
 /* The GPU's backend is connected by the first operation on GPU memory; all ranks come here with it. */
 static cd_status open_device(cd_py_call *call, const cd_patience *patience)
 {
-    int index = call->arrays ? call->array[0].device_index : call->list[0].items[0].device_index;
-    return cd_group_open_device(call->group->group, call->op.device, index, false, patience);
+    return cd_group_open_device(call->group->group, call->op.device, first_array(call)->device_index, false, patience);
 }
 
 static cd_status run_call(cd_py_call *call)
@@ -333,20 +338,21 @@ static cd_status issue_on_gpu(cd_py_call *call, cd_work **out)
     return status;
 }
 
+static cd_status open_for_issue(cd_py_call *call)
+{
+    if (call->op.device == CD_CPU || cd_group_backend(call->group->group, call->op.device))
+        return CD_OK;
+    cd_py_wait wait;
+    cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(call->timeout_ns), 1);
+    cd_py_wait_detach(&wait);
+    cd_status status = open_device(call, &patience);
+    cd_py_wait_end(&wait);
+    return status;
+}
+
 static PyObject *issue_call(cd_py_call *call, PyObject *outputs)
 {
-    int device = -1;
-    cd_status status = CD_OK;
-    if (call->op.device != CD_CPU) {
-        device = call->arrays ? call->array[0].device_index : call->list[0].items[0].device_index;
-        if (!cd_group_backend(call->group->group, call->op.device)) {
-            cd_py_wait wait;
-            cd_patience patience = cd_py_wait_begin(&wait, cd_py_deadline(call->timeout_ns), 1);
-            cd_py_wait_detach(&wait);
-            status = open_device(call, &patience);
-            cd_py_wait_end(&wait);
-        }
-    }
+    cd_status status = open_for_issue(call);
     PyObject *list = status == CD_OK ? list_of(outputs) : NULL;
     pinned *pin = list ? pin_call(call) : NULL;
     cd_work *work = NULL;
@@ -362,7 +368,12 @@ static PyObject *issue_call(cd_py_call *call, PyObject *outputs)
         Py_XDECREF(list);
     if (status != CD_OK)
         return cd_py_raise_from(call->state, status, call->function);
-    return work ? cd_py_work_new(call->state, work, call->group, call->function, list, device) : NULL;
+    if (!work)
+        return NULL;
+    /* Not the array's word for its GPU, which some interfaces do not say. */
+    int device = call->op.device == CD_CPU ? -1 : cd_gpu_describe(cd_group_backend(call->group->group, CD_CUDA)).index;
+    const cd_py_array *array = first_array(call);
+    return cd_py_work_new(call->state, work, call->group, call->function, list, array ? array->object : NULL, device);
 }
 
 PyObject *cd_py_call_end(cd_py_call *call, PyObject *outputs, bool ok)

@@ -13,13 +13,14 @@ typedef struct {
     cd_work *work;
     PyObject *group;   /* kept: its world must outlive the operation */
     PyObject *outputs; /* list */
+    PyObject *array;   /* whose framework's current stream waits for GPU work; NULL: none */
     PyObject *future;  /* made at first get_future() */
     const char *function;
     int device_index;
 } cd_py_work;
 
 PyObject *cd_py_work_new(cd_py_state *state, cd_work *work, cd_py_group *group, const char *function, PyObject *outputs,
-                         int device_index)
+                         PyObject *array, int device_index)
 {
     PyTypeObject *type = (PyTypeObject *)state->work_type;
     cd_py_work *self = (cd_py_work *)type->tp_alloc(type, 0);
@@ -31,6 +32,7 @@ PyObject *cd_py_work_new(cd_py_state *state, cd_work *work, cd_py_group *group, 
     self->work = work;
     self->group = Py_NewRef((PyObject *)group);
     self->outputs = outputs;
+    self->array = Py_XNewRef(array);
     self->function = function;
     self->device_index = device_index;
     return (PyObject *)self;
@@ -39,9 +41,9 @@ PyObject *cd_py_work_new(cd_py_state *state, cd_work *work, cd_py_group *group, 
 static int find_stream(cd_py_work *self, cd_py_state *state, void **stream_p)
 {
     *stream_p = NULL;
-    if (self->device_index < 0 || PyList_GET_SIZE(self->outputs) == 0)
+    if (self->device_index < 0 || !self->array)
         return 0;
-    return cd_py_array_stream(state, PyList_GET_ITEM(self->outputs, 0), self->device_index, stream_p);
+    return cd_py_array_stream(state, self->array, self->device_index, stream_p);
 }
 
 /* on_host: waits until the data is there; otherwise GPU work only orders the current stream behind it. */
@@ -166,6 +168,7 @@ static int traverse_work(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->group);
     Py_VISIT(self->outputs);
+    Py_VISIT(self->array);
     Py_VISIT(self->future);
     return 0;
 }
@@ -175,6 +178,7 @@ static int clear_work(PyObject *object)
     cd_py_work *self = (cd_py_work *)object;
     Py_CLEAR(self->future);
     Py_CLEAR(self->outputs);
+    Py_CLEAR(self->array);
     return 0;
 }
 

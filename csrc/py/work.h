@@ -8,8 +8,8 @@
 
 int cd_py_work_add(PyObject *module);
 /* Takes over one reference of `work`, on failure too. `outputs`: a new reference to the list that result() returns, stolen.
- * `device_index`: the GPU of the arrays, −1 on the CPU. */
+ * `array`: one of the arrays, borrowed; NULL: there are none. `device_index`: their GPU, −1 on the CPU. */
 PyObject *cd_py_work_new(cd_py_state *state, cd_work *work, cd_py_group *group, const char *function, PyObject *outputs,
-                         int device_index);
+                         PyObject *array, int device_index);
 
 #endif
