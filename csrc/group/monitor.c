@@ -37,6 +37,7 @@ struct cd_monitor {
     reader *readers;   /* [world] */
     int *process_fds;  /* [world]: of the ranks of this host, −1 elsewhere */
     bool *expected;    /* [world]: its goodbye was heard, the end of its connection is no news */
+    uint64_t *ended_ns; /* [world]: when its process was seen to have ended, while its last word may be under way; 0: not so */
     struct pollfd *entries;
     int room;
 };
@@ -51,6 +52,10 @@ static uint32_t last_word(const cd_world *w, int rank)
 
 /* A process that dies closes its sockets a moment before its end is told. */
 #define DYING_MS 20
+/* How long its last word may take, which it gave to the kernel before its end: to rank 0 and the deputy themselves … */
+#define OWN_WORD_NS (100 * CD_NS_PER_MS)
+/* … and through these to the others: they may get no core for a while. */
+#define PASSED_WORD_NS (5 * CD_NS_PER_S)
 /* How long a rank whose connection to a living rank 0 was cut leaves it to that one to say whose connection it is. */
 #define HUB_SAYS_MS 300
 
@@ -237,7 +242,53 @@ static void drop_control(struct cd_monitor *m, int from)
     close(w->controls[from]);
     w->controls[from] = -1;
     pthread_mutex_unlock(&w->control_lock);
-    departed(m, from, false);
+    departed(m, from, m->ended_ns[from] != 0);
+}
+
+/* Whether somebody is there to pass on what a rank says. */
+static bool is_told(const cd_world *w)
+{
+    return w->controls[0] >= 0 || (w->deputy >= 0 && w->controls[w->deputy] >= 0);
+}
+
+/* The process of `rank` has ended. The word in the host's memory is its last one, and was there before; what came by a
+ * connection, ours or that of those who pass it on, may still be under way. Nobody blames it until that had time to come. */
+static void process_ended(struct cd_monitor *m, int rank)
+{
+    const cd_world *w = m->world;
+    close(m->process_fds[rank]);
+    m->process_fds[rank] = -1;
+    if (w->host.rows && w->host_of[rank] == w->host_of[w->rank])
+        departed(m, rank, true);
+    else if (!m->expected[rank])
+        m->ended_ns[rank] = cd_now_ns();
+}
+
+/* Whether a word is still waited for. */
+static bool settle_ends(struct cd_monitor *m)
+{
+    cd_world *w = m->world;
+    bool waits = false;
+    for (int r = 0; r < w->world; r++) {
+        if (!m->ended_ns[r])
+            continue;
+        bool own = w->controls[r] >= 0;
+        bool late = cd_now_ns() - m->ended_ns[r] >= (own ? OWN_WORD_NS : PASSED_WORD_NS);
+        if (!m->expected[r] && !late && (own || is_told(w))) {
+            waits = true;
+            continue;
+        }
+        m->ended_ns[r] = 0;
+        if (m->expected[r])
+            continue;
+        if (own) { /* a process that it forked may hold the connection open */
+            departed(m, r, true);
+        } else { /* nobody can say how it left: only who waits for it fails, not the groups that it was in */
+            m->expected[r] = true;
+            cd_world_peer_left(w, r);
+        }
+    }
+    return waits;
 }
 
 static void answer(int socket, cd_control_kind kind, const void *body, size_t bytes)
@@ -298,7 +349,7 @@ static void greeted(void *ctx, int socket, cd_control_kind kind, const cd_hello 
     /* One that is ahead of us: it left, and meets the others anew. */
     bool same = known && cd_member_is_same_process(&w->members[peer], &hello->me);
     bool free_place = !known || same || atomic_load_explicit(&w->gone[peer], memory_order_acquire) || m->expected[peer] ||
-                      atomic_load_explicit(&w->closing, memory_order_relaxed);
+                      m->ended_ns[peer] || atomic_load_explicit(&w->closing, memory_order_relaxed);
     if (kind == CD_CONTROL_HELLO && for_me && !free_place) {
         const cd_member *other = &w->members[peer];
         cd_fail_rank(CD_REFUSED, peer, "two processes claim rank %d: pid %u on %s, which is at work, and pid %u on %s", peer,
@@ -354,11 +405,8 @@ static void serve(struct cd_monitor *m, int first_control, int first_process)
     for (int r = 0; r < w->world; r++) {
         if (m->entries[first_control + r].revents && read_control(m, r))
             drop_control(m, r);
-        if (m->entries[first_process + r].revents) {
-            close(m->process_fds[r]);
-            m->process_fds[r] = -1;
-            departed(m, r, true);
-        }
+        if (m->entries[first_process + r].revents)
+            process_ended(m, r);
     }
 }
 
@@ -366,7 +414,7 @@ static void *monitor_main(void *arg)
 {
     struct cd_monitor *m = arg;
     cd_world *w = m->world;
-    bool watching = false;
+    bool watching = false, waits = false;
     while (!atomic_load_explicit(&m->stop, memory_order_acquire)) {
         if (!watching && atomic_load_explicit(&w->controls_live, memory_order_acquire)) {
             watch_processes(m);
@@ -374,7 +422,7 @@ static void *monitor_main(void *arg)
         }
         int first_control, first_process;
         int count = poll_set(m, &first_control, &first_process);
-        if (poll(m->entries, (nfds_t)count, 1000) < 0 && errno != EINTR)
+        if (poll(m->entries, (nfds_t)count, waits ? DYING_MS : 1000) < 0 && errno != EINTR)
             cd_log(CD_LOG_WARN, "rank %d: monitor: poll failed with errno %d", w->rank, errno);
         uint64_t drained;
         while (read(m->wake, &drained, sizeof drained) > 0) {
@@ -382,6 +430,7 @@ static void *monitor_main(void *arg)
         cd_greeter_serve(w->greeter, greeted, m);
         cd_handout_serve(w->handout);
         serve(m, first_control, first_process);
+        waits = settle_ends(m);
     }
     return 0;
 }
@@ -398,7 +447,8 @@ cd_status cd_monitor_start(cd_world *w)
     m->readers = calloc(ranks, sizeof *m->readers);
     m->process_fds = malloc(ranks * sizeof *m->process_fds);
     m->expected = calloc(ranks, sizeof *m->expected);
-    if (m->wake < 0 || !m->readers || !m->process_fds || !m->expected || !make_room(m, 129 + 2 * w->world))
+    m->ended_ns = calloc(ranks, sizeof *m->ended_ns);
+    if (m->wake < 0 || !m->readers || !m->process_fds || !m->expected || !m->ended_ns || !make_room(m, 129 + 2 * w->world))
         return cd_fail(CD_NO_MEMORY, "no memory or descriptor for the monitor");
     for (size_t r = 0; r < ranks; r++)
         m->process_fds[r] = -1;
@@ -440,6 +490,7 @@ void cd_monitor_stop(cd_world *w)
     free(m->readers);
     free(m->process_fds);
     free(m->expected);
+    free(m->ended_ns);
     free(m->entries);
     free(m);
     w->monitor = 0;
