@@ -339,7 +339,7 @@ void cd_mesh_forget(cd_mesh *mesh, uint64_t context)
             if (kept->match.context != context || kept->claimed || kept->self)
                 continue;
             if (kept->is_announced)
-                cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, kept->ticket, CD_ABORTED);
+                cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, kept->ticket, CD_PEER_LOST);
             cd_mesh_drop_kept(mesh, peer, kept);
         }
     }

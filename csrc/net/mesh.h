@@ -89,7 +89,7 @@ cd_status cd_mesh_probe(cd_mesh *mesh, int peer, cd_match match, size_t *bytes_p
 /* A peer is lost (monitor): fails all transfers with it, now and later, with this error. Any thread. */
 void cd_mesh_fail_peer(cd_mesh *mesh, int peer, const cd_error *why);
 /* A context is gone (call it for each context of a group): kept messages of the context are dropped, as are those that still
- * come; their senders' large transfers fail with CD_ABORTED. */
+ * come; their senders' large transfers fail with CD_PEER_LOST: "rank 1 left the group …". */
 void cd_mesh_forget(cd_mesh *mesh, uint64_t context);
 /* Asynchronous transfers under way. Any thread. */
 size_t cd_mesh_outstanding(cd_mesh *mesh);

@@ -23,7 +23,7 @@ typedef enum {
     CD_FRAME_BODY,   /* a segment: `ticket` of the receiver, `offset` in the message */
     CD_FRAME_DROP,   /* the sender cancelled what it had announced under `ticket` */
     CD_FRAME_REFUSE, /* the receiver will not take the message; `ticket` of the sender, `offset` = cd_status;
-                        CD_MISMATCH: `bytes` and `signature` of the receive */
+                        CD_MISMATCH: `bytes` and `signature` of the receive; CD_PEER_LOST: it left the group */
     CD_FRAME_SLOW,   /* announce everything from now on */
     CD_FRAME_FAST,   /* send small messages eagerly again */
     CD_FRAME_TOOK,   /* the receiver has read the body in the sender's memory; `ticket` of the sender, `offset` = ticket of

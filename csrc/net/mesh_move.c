@@ -254,7 +254,7 @@ static cd_status take_ask(cd_mesh *mesh, int peer, const cd_frame *f)
         if (cd_mesh_admits(mesh, peer, x, (size_t)f->bytes, f->signature, f->ticket))
             cd_mesh_invite(mesh, peer, f->ticket, f->there, (size_t)f->bytes, x);
     } else if (cd_mesh_is_forgotten(mesh, match.context)) {
-        cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, f->ticket, CD_ABORTED);
+        cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, f->ticket, CD_PEER_LOST);
     } else {
         cd_kept *kept = cd_mesh_keep(mesh, peer, match, f->signature, f->ticket, (size_t)f->bytes, 0);
         if (!kept)
@@ -332,9 +332,12 @@ static void take_refusal(cd_mesh *mesh, int peer, const cd_frame *f)
     if (f->offset == CD_MISMATCH)
         cd_fail_rank(CD_MISMATCH, peer, "rank %d posted a receive of another size, dtype or shape than the message of %zu bytes "
                      "with tag %lld", peer, x->bytes, (long long)x->match.tag);
+    else if (f->offset == CD_PEER_LOST)
+        cd_fail_rank(CD_PEER_LOST, peer, "rank %d left the group and will not receive the message of %zu bytes with tag %lld",
+                     peer, x->bytes, (long long)x->match.tag);
     else
         cd_fail_rank(CD_ABORTED, peer, "rank %d will not receive the message of %zu bytes with tag %lld: it cancelled the "
-                     "receive or left the group", peer, x->bytes, (long long)x->match.tag);
+                     "receive", peer, x->bytes, (long long)x->match.tag);
     cd_mesh_complete(mesh, x, cd_last_error());
 }
 

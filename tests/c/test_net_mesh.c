@@ -366,12 +366,18 @@ static void test_forget(world_kind kind)
     static char large[100000];
     cd_xfer x, r, *list = &x;
     CHECK_OK(send_to(w.mesh[0], 1, 1, small, sizeof small, 5));
-    cd_mesh_send(w.mesh[0], &x, 1, (cd_match){1, 2}, 0, large, sizeof large, false);
+    cd_mesh_send(w.mesh[0], &x, 1, (cd_match){1, 2}, 0, large, sizeof large, true);
     cd_mesh_recv(w.mesh[1], &r, 0, (cd_match){3, 0}, 0, in, 1, false, false);
     cd_mesh_test(w.mesh[1], &r);
     cd_mesh_forget(w.mesh[1], 1);
     cd_patience patience = patience_s(5, 2);
-    CHECK_FAILS(cd_mesh_wait(w.mesh[0], &list, 1, &patience), CD_ABORTED);
+    CHECK_FAILS(cd_mesh_wait(w.mesh[0], &list, 1, &patience), CD_PEER_LOST);
+    CHECK(cd_last_error()->rank == 1 && strstr(cd_last_error()->text, "rank 1 left the group"));
+    /* Who knows that rank 1 is lost knows why. */
+    char text[256];
+    CHECK(cd_mesh_untold(w.mesh[0], text, sizeof text) == 1);
+    cd_mesh_tell_loss(w.mesh[0], 1);
+    CHECK(cd_mesh_untold(w.mesh[0], text, sizeof text) == 0);
     cd_xfer_clear(&x);
     CHECK_OK(send_to(w.mesh[0], 1, 1, small, sizeof small, 5));
     CHECK_FAILS(send_to(w.mesh[0], 1, 1, large, sizeof large, 0.05), CD_TIMED_OUT); /* nobody reads yet */
