@@ -2,6 +2,7 @@
 #include "backend/gpu_impl.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 enum { EVENTS_MADE_AHEAD = 16 };
 
@@ -343,6 +344,7 @@ static void init_locks(cd_gpu_backend *b)
     pthread_mutex_init(&b->events_lock, 0);
     pthread_mutex_init(&b->watch_lock, 0);
     pthread_mutex_init(&b->blocks_lock, 0);
+    b->process = getpid();
     pthread_condattr_init(&attributes);
     pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
     pthread_cond_init(&b->watch_wake, &attributes);

@@ -20,6 +20,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/types.h>
 
 typedef struct cd_gpu_backend cd_gpu_backend;
 
@@ -108,6 +109,7 @@ struct cd_gpu_backend {
     _Atomic bool watch_stop, abort_wanted; /* written under watch_lock */
     uint64_t late_visit;        /* the watch's: the visit that was past its deadline at the last look */
 
+    pid_t process; /* whose all this is: a forked child leaves it alone */
     pthread_mutex_t blocks_lock; /* inside `lock` where both are held */
     cd_gpu_block *blocks;
     size_t block_count, block_room, released_bytes;

@@ -2,6 +2,7 @@
 #include "backend/gpu_impl.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 /* Released memory is kept up to this sum: giving it back waits for the GPU, which has to be rare; no GPU
  * misses so little. */
@@ -206,6 +207,8 @@ void cd_gpu_release(cd_backend *backend, void *memory)
 {
     cd_gpu_backend *b = (cd_gpu_backend *)backend;
     bool known = false;
+    if (b->process != getpid())
+        return;
     /* Held for a look at the list alone, never around a call into NCCL or the driver: nobody waits here. */
     pthread_mutex_lock(&b->blocks_lock);
     for (size_t i = 0; memory && i < b->block_count && !known; i++) {

@@ -19,6 +19,7 @@ static char *flag_of(const cd_bucket *b)
 /* A launch on a GPU holds the lock for as long as NCCL waits, and may want what the caller holds (Python's interpreter lock). */
 static cd_status lock(cd_reducer *r, const cd_patience *patience)
 {
+    CD_TRY(cd_group_check_fork(r->group)); /* what another thread of the parent held stays locked */
     if (!patience) {
         pthread_mutex_lock(&r->lock);
         return CD_OK;

@@ -43,7 +43,7 @@ static cd_status next_occurrence(cd_world *w, const int *ranks, int count, uint6
 {
     uint64_t key[2];
     key_of(ranks, count, UINT64_MAX, key);
-    pthread_mutex_lock(&w->groups_lock);
+    cd_world_lock_groups(w);
     struct cd_set_count *set = w->sets;
     while (set && (set->key[0] != key[0] || set->key[1] != key[1]))
         set = set->next;
@@ -55,7 +55,7 @@ static cd_status next_occurrence(cd_world *w, const int *ranks, int count, uint6
     }
     if (set)
         *out = set->count++;
-    pthread_mutex_unlock(&w->groups_lock);
+    cd_world_unlock_groups(w);
     return set ? CD_OK : cd_fail(CD_NO_MEMORY, "no memory for a group");
 }
 
@@ -175,10 +175,10 @@ static cd_status open_cpu(cd_group *g)
 /* The list holds the group, so that the monitor and the end of the world find no group there that its owner has let go. */
 static void enlist(cd_group *g)
 {
-    pthread_mutex_lock(&g->world->groups_lock);
+    cd_world_lock_groups(g->world);
     g->next = g->world->groups;
     g->world->groups = cd_group_retain(g);
-    pthread_mutex_unlock(&g->world->groups_lock);
+    cd_world_unlock_groups(g->world);
 }
 
 cd_status cd_group_open_default(cd_world *w, cd_group **out)
@@ -218,13 +218,13 @@ static void describe_wish(char *text, size_t bytes, const int *ranks, int count)
 
 static void unexpect(cd_group *g)
 {
-    pthread_mutex_lock(&g->world->groups_lock);
+    cd_world_lock_groups(g->world);
     cd_group **link = &g->world->expected;
     while (*link != g)
         link = &(*link)->next;
     *link = g->next;
     g->next = NULL;
-    pthread_mutex_unlock(&g->world->groups_lock);
+    cd_world_unlock_groups(g->world);
 }
 
 /* With the lock of groups. */
@@ -238,10 +238,10 @@ static void abort_expected(cd_world *w, const cd_error *error)
 static cd_status expect(cd_group *g)
 {
     cd_world *w = g->world;
-    pthread_mutex_lock(&w->groups_lock);
+    cd_world_lock_groups(w);
     g->next = w->expected;
     w->expected = g;
-    pthread_mutex_unlock(&w->groups_lock);
+    cd_world_unlock_groups(w);
     cd_status status = cd_cause_check(w->group->cause); /* after it is in the list: an abort is seen here or finds it there */
     if (status != CD_OK)
         unexpect(g);
@@ -372,26 +372,39 @@ void cd_group_close(cd_group *g)
             cd_mesh_forget(g->world->mesh, g->context + 1);
         }
     }
-    pthread_mutex_lock(&g->world->groups_lock);
+    cd_world_lock_groups(g->world);
     cd_group **link = &g->world->groups;
     while (*link && *link != g)
         link = &(*link)->next;
     bool listed = *link != NULL;
     if (listed)
         *link = g->next;
-    pthread_mutex_unlock(&g->world->groups_lock);
+    cd_world_unlock_groups(g->world);
     if (listed)
         cd_group_release(g); /* not the last: the caller has one */
 }
 
+/* In a forked child: another thread of the parent may have been about to take a group that it closed off the list. */
+static void forget_all(cd_world *w)
+{
+    while (w->groups) {
+        cd_group *g = w->groups;
+        w->groups = g->next;
+        atomic_store_explicit(&g->closed, true, memory_order_relaxed); /* the one thread there is */
+        cd_group_release(g);
+    }
+}
+
 void cd_groups_close_all(cd_world *w)
 {
+    if (cd_world_forked(w))
+        forget_all(w);
     for (;;) {
-        pthread_mutex_lock(&w->groups_lock);
+        cd_world_lock_groups(w);
         cd_group *g = w->groups;
         if (g)
             cd_group_retain(g);
-        pthread_mutex_unlock(&w->groups_lock);
+        cd_world_unlock_groups(w);
         if (!g)
             return;
         cd_group_close(g);
@@ -412,7 +425,8 @@ void cd_group_release(cd_group *g)
     if (g->cpu)
         g->cpu->ops->free(g->cpu);
     cd_backend *gpu = cd_group_gpu(g);
-    if (gpu)
+    bool forked = cd_world_forked(g->world);
+    if (gpu && !forked) /* CUDA is the parent's, and so are the threads that closing would wait for */
         gpu->ops->free(gpu);
     if (!g->shm)
         free(g->gone);
@@ -423,7 +437,8 @@ void cd_group_release(cd_group *g)
     pthread_mutex_destroy(&g->device_lock);
     pthread_mutex_destroy(&g->queue_lock);
     pthread_mutex_destroy(&g->orphans_lock);
-    pthread_cond_destroy(&g->queue_filled);
+    if (!forked) /* for the parent's worker, which waits there, it would wait for ever */
+        pthread_cond_destroy(&g->queue_filled);
     cd_world *world = g->world;
     free(g);
     cd_world_release(world);
@@ -435,9 +450,9 @@ void cd_group_abort(cd_group *g, const cd_error *error)
     if (cd_world_forked(g->world) || !cd_cause_publish(g->cause, error))
         return;
     if (g == g->world->group) {
-        pthread_mutex_lock(&g->world->groups_lock);
+        cd_world_lock_groups(g->world);
         abort_expected(g->world, error);
-        pthread_mutex_unlock(&g->world->groups_lock);
+        cd_world_unlock_groups(g->world);
     }
     cd_group_abort_gpu(g);
     if (g->spans_hosts) {
@@ -450,7 +465,7 @@ void cd_group_abort(cd_group *g, const cd_error *error)
 
 void cd_groups_peer_gone(cd_world *w, int rank, const cd_error *lost)
 {
-    pthread_mutex_lock(&w->groups_lock);
+    cd_world_lock_groups(w);
     for (cd_group *g = w->groups; g; g = g->next) {
         int index = g->index_of[rank];
         if (index < 0)
@@ -461,13 +476,13 @@ void cd_groups_peer_gone(cd_world *w, int rank, const cd_error *lost)
         }
         atomic_store_explicit(&g->gone[index], 1, memory_order_release);
     }
-    pthread_mutex_unlock(&w->groups_lock);
+    cd_world_unlock_groups(w);
 }
 
 bool cd_groups_abort_context(cd_world *w, uint64_t context, const cd_error *error)
 {
     bool news = true;
-    pthread_mutex_lock(&w->groups_lock);
+    cd_world_lock_groups(w);
     for (cd_group *g = w->groups; g; g = g->next)
         if (g->context == context) {
             news = cd_cause_publish(g->cause, error);
@@ -475,7 +490,7 @@ bool cd_groups_abort_context(cd_world *w, uint64_t context, const cd_error *erro
                 abort_expected(w, error);
             cd_group_abort_gpu(g);
         }
-    pthread_mutex_unlock(&w->groups_lock);
+    cd_world_unlock_groups(w);
     return news;
 }
 

@@ -65,9 +65,15 @@ cd_work *cd_work_retain(cd_work *work)
     return work;
 }
 
+/* By a forked child: nothing of it goes on here, and what moves it (connections, rings, locks) is the parent's. */
+static bool is_inherited(const cd_work *work)
+{
+    return cd_world_forked(work->group->world);
+}
+
 static void destroy(cd_work *work)
 {
-    if (work->event)
+    if (work->event && !is_inherited(work))
         work->event_ops->event_free(work->event);
     if (work->release_owner)
         work->release_owner(work->owner);
@@ -75,12 +81,6 @@ static void destroy(cd_work *work)
     free(work->packed);
     cd_group_release(work->group);
     free(work);
-}
-
-/* By a forked child: nothing of it goes on here, and what moves it (connections, rings, locks) is the parent's. */
-static bool is_inherited(const cd_work *work)
-{
-    return cd_world_forked(work->group->world);
 }
 
 static bool uses_memory_alone(cd_work *work)

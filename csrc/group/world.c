@@ -64,7 +64,7 @@ cd_status cd_world_lay_out(cd_world *w, void *base, size_t bytes)
 
 bool cd_world_forked(const cd_world *w)
 {
-    return atomic_load_explicit(w->alive, memory_order_relaxed) == 0;
+    return w->alive && atomic_load_explicit(w->alive, memory_order_relaxed) == 0;
 }
 
 cd_status cd_world_refuse_fork(const cd_world *w)
@@ -72,6 +72,18 @@ cd_status cd_world_refuse_fork(const cd_world *w)
     return cd_fail_rank(CD_ABORTED, w->rank,
                         "this process was forked after init_process_group: process groups do not survive fork; call "
                         "init_process_group in the child, or use cdist.multiprocessing.spawn");
+}
+
+void cd_world_lock_groups(cd_world *w)
+{
+    if (!cd_world_forked(w))
+        pthread_mutex_lock(&w->groups_lock);
+}
+
+void cd_world_unlock_groups(cd_world *w)
+{
+    if (!cd_world_forked(w))
+        pthread_mutex_unlock(&w->groups_lock);
 }
 
 /* A page that the kernel empties in forked children: one load tells, without getpid. */
@@ -263,7 +275,7 @@ void cd_world_confess(cd_world *w, const cd_error *why)
  * so that nobody takes this rank's leaving for the cause. */
 static void pass_on_causes(cd_world *w)
 {
-    pthread_mutex_lock(&w->groups_lock);
+    cd_world_lock_groups(w);
     for (cd_group *g = w->groups; g; g = g->next) {
         if (!g->spans_hosts || cd_cause_check(g->cause) == CD_OK)
             continue;
@@ -272,7 +284,7 @@ static void pass_on_causes(cd_world *w)
         memcpy(notice.text, why->text, sizeof notice.text);
         cd_world_tell(w, CD_CONTROL_ABORT, &notice, -1);
     }
-    pthread_mutex_unlock(&w->groups_lock);
+    cd_world_unlock_groups(w);
 }
 
 /* A rank whose connections were cut cannot tell anybody: the others find its process alive, if it lives on for this long. */
@@ -312,7 +324,7 @@ void cd_world_close(cd_world *w)
     if (!w || w->closed)
         return;
     w->closed = true;
-    bool forked = w->alive && cd_world_forked(w);
+    bool forked = cd_world_forked(w);
     atomic_store_explicit(&w->closing, true, memory_order_release);
     if (!forked && w->alive)
         say_goodbye(w);
@@ -351,7 +363,7 @@ void cd_world_release(cd_world *w)
 {
     if (!w || atomic_fetch_sub_explicit(&w->refs, 1, memory_order_acq_rel) != 1)
         return;
-    bool forked = w->alive && cd_world_forked(w);
+    bool forked = cd_world_forked(w);
     if (!forked)
         cd_mesh_free(w->mesh);
     cd_arena_free(w->arena);

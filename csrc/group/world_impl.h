@@ -103,6 +103,10 @@ static inline const uint8_t *cd_world_secret(const cd_world *world)
 /* world.c */
 bool cd_world_forked(const cd_world *world);
 cd_status cd_world_refuse_fork(const cd_world *world);
+/* The lists of groups. In a forked child, which has but the thread that forked, what another one held stays locked: it goes
+ * without. */
+void cd_world_lock_groups(cd_world *world);
+void cd_world_unlock_groups(cd_world *world);
 void cd_world_peer_lost(cd_world *world, int rank, const cd_error *why);
 void cd_world_peer_left(cd_world *world, int rank);
 /* This rank is the one that is lost (it dies, or its connections were cut): the cause of its groups, and its last word to the

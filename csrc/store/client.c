@@ -30,11 +30,19 @@ cd_status tcp_lost(const tcp_store *s, cd_status status)
     return cd_fail(CD_STORE, "store at %s:%u lost: %s", s->host, s->port, cd_last_error()->text);
 }
 
+/* By a forked child, which only closes what it has of it: what another thread of the parent held stays locked. */
+bool tcp_is_inherited(const tcp_store *s)
+{
+    return s->pid != getpid();
+}
+
 /* ---- connections ---- */
 
 static void forget_line(tcp_store *s, tcp_line *line)
 {
-    pthread_mutex_lock(&s->lock);
+    bool locks = !tcp_is_inherited(s);
+    if (locks)
+        pthread_mutex_lock(&s->lock);
     if (line->fd >= 0)
         close(line->fd);
     line->fd = -1;
@@ -44,7 +52,8 @@ static void forget_line(tcp_store *s, tcp_line *line)
             line->next->link = line->link;
         line->link = NULL;
     }
-    pthread_mutex_unlock(&s->lock);
+    if (locks)
+        pthread_mutex_unlock(&s->lock);
 }
 
 /* Registers the socket so that close can shut it down. */
@@ -172,7 +181,7 @@ static cd_status connect_line(tcp_store *s, tcp_line *line, const cd_patience *p
 
 static cd_status check_process(const tcp_store *s)
 {
-    if (s->pid != getpid())
+    if (tcp_is_inherited(s))
         return cd_fail(CD_STORE, "store client of %s:%u was inherited over fork: make a new one in the child", s->host, s->port);
     return CD_OK;
 }
@@ -340,10 +349,12 @@ cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *ke
 void tcp_close(cd_store *store)
 {
     tcp_store *s = (tcp_store *)store;
+    if (tcp_is_inherited(s))
+        return;
     pthread_mutex_lock(&s->lock);
     /* Release: who finds its socket shut down sees that it was us. */
     atomic_store_explicit(&s->closed, true, memory_order_release);
-    for (tcp_line *line = s->lines; line && s->pid == getpid(); line = line->next)
+    for (tcp_line *line = s->lines; line; line = line->next)
         shutdown(line->fd, SHUT_RDWR);
     pthread_mutex_unlock(&s->lock);
 }
@@ -360,7 +371,8 @@ void tcp_free(cd_store *store)
         forget_line(s, line);
         free(line);
     }
-    pthread_cond_destroy(&s->quick_free);
+    if (!tcp_is_inherited(s)) /* for a thread of the parent that waits there it would wait for ever */
+        pthread_cond_destroy(&s->quick_free);
     pthread_mutex_destroy(&s->lock);
     free(s);
 }

@@ -52,6 +52,7 @@ cd_status tcp_quick(tcp_store *s, const tcp_message *message,
 cd_status tcp_await(tcp_store *s, const tcp_message *message, const cd_bytes *keys, size_t count, uint64_t budget_ns,
                     const cd_patience *patience);
 cd_status tcp_add_raw(tcp_store *s, cd_bytes key, int64_t delta, int64_t *value_p, const cd_patience *patience);
+bool tcp_is_inherited(const tcp_store *s);
 /* CD_PEER_LOST and CD_IO become CD_STORE "store at host:port lost"; others are passed on. */
 cd_status tcp_lost(const tcp_store *s, cd_status status);
 void tcp_close(cd_store *store);

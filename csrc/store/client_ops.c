@@ -420,6 +420,8 @@ static cd_status tcp_list_keys(cd_store *store, cd_buffer **out_keys, size_t *co
 static bool tcp_local_address(cd_store *store, char *out, size_t bytes)
 {
     tcp_store *s = (tcp_store *)store;
+    if (tcp_is_inherited(s))
+        return false;
     pthread_mutex_lock(&s->lock);
     bool connected = s->quick.fd >= 0;
     if (connected)

@@ -6,25 +6,36 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef struct {
     cd_store base;
+    pid_t pid;
     pthread_mutex_t lock;
     pthread_cond_t changed; /* on CLOCK_MONOTONIC */
     cd_table table;
     bool closed;
 } hash_store;
 
+/* By a forked child: what another thread of the parent held stays locked, and what it changed may be half done. */
+static bool is_inherited(const hash_store *s)
+{
+    return s->pid != getpid();
+}
+
 static hash_store *enter(cd_store *store)
 {
     hash_store *s = (hash_store *)store;
-    pthread_mutex_lock(&s->lock);
+    if (!is_inherited(s))
+        pthread_mutex_lock(&s->lock);
     return s;
 }
 
 /* After a change: wakes those who wait. */
 static cd_status leave(hash_store *s, cd_status status)
 {
+    if (is_inherited(s))
+        return status;
     if (status == CD_OK)
         pthread_cond_broadcast(&s->changed);
     pthread_mutex_unlock(&s->lock);
@@ -33,6 +44,9 @@ static cd_status leave(hash_store *s, cd_status status)
 
 static cd_status check_open(const hash_store *s)
 {
+    if (is_inherited(s))
+        return cd_fail(CD_STORE, "the store was inherited over fork, and what is set there reaches nobody: make a TCPStore or "
+                                 "FileStore that both processes open");
     return s->closed ? cd_fail(CD_STORE, "the store is closed") : CD_OK;
 }
 
@@ -277,7 +291,8 @@ static void hash_free(cd_store *store)
         return;
     hash_store *s = (hash_store *)store;
     cd_table_clear(&s->table);
-    pthread_cond_destroy(&s->changed);
+    if (!is_inherited(s)) /* for a thread of the parent that waits there it would wait for ever */
+        pthread_cond_destroy(&s->changed);
     pthread_mutex_destroy(&s->lock);
     free(s);
 }
@@ -314,6 +329,7 @@ cd_status cd_hash_store_create(cd_store **out)
         return status;
     }
     cd_store_init(&s->base, &hash_ops);
+    s->pid = getpid();
     pthread_mutex_init(&s->lock, NULL);
     pthread_condattr_t attributes;
     pthread_condattr_init(&attributes);

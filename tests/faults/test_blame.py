@@ -55,5 +55,6 @@ def test_who_ended_without_a_goodbye_is_blamed_by_all_as_soon_as_it_can_be_told(
     assert outcomes.pop(3) == 0
     for error in outcomes:
         assert isinstance(error, cdist.PeerLostError), error
-        assert error.rank == 3 and "rank 3 was lost" in str(error)
+        assert error.rank == 3
+        assert "rank 3 was lost" in str(error)
         assert "ended without leaving the group" in str(error)
