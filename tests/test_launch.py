@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from cdist import TCPStore
-from cdist.launch import agent, logs, nodes, options
+from cdist.launch import agent, interrupts, logs, nodes, options
 from cdist.launch.binding import core_sets, parse_cores
 from cdist.launch.exits import MemoryWatch
 from cdist.launch.record import read_error, record
@@ -642,6 +642,87 @@ def test_ctrl_c(launcher):
     assert result.returncode == 130
     assert "cdistrun: SIGINT: stopping all workers" in result.stderr
     assert not launcher.marked()  # at once, the stubborn rank too
+
+
+@pytest.mark.parametrize("arguments", [[], ["--log-dir"], ["--tee", "3"]])
+def test_ctrl_c_is_told_in_a_line_for_each_place(launcher, arguments):
+    script = launcher.script("""
+        import json
+
+        def train():
+            touch(f"up{rank}")
+            while True:
+                json.loads("1")
+                time.sleep(0.01)
+
+        def main():
+            try:
+                train()
+            except KeyboardInterrupt:
+                print("saved", rank, file=sys.stderr)
+                raise
+
+        if rank == 1:
+            touch("up1")
+            time.sleep(600)
+        main()
+        """)
+    logs = launcher.folder / "logs"
+    arguments = [*arguments, logs] if arguments == ["--log-dir"] else arguments
+    process = launcher.start(PER_NODE, 4, *arguments, script)
+    launcher.wait_for(*(f"up{rank}" for rank in range(4)))
+    process.send_signal(signal.SIGINT)
+    result = launcher.finish(process)
+    assert result.returncode == 130
+    assert "Traceback" not in result.stderr
+    assert [f"saved {rank}" in result.stderr for rank in range(4)] == [True, False, True, True]
+    said = [line for line in result.stderr.splitlines() if line.startswith("cdistrun: ")]
+    places = [line for line in said if "worker.py" in line]
+    assert places[-1].startswith("cdistrun: rank 1: worker.py:")
+    assert all(
+        re.fullmatch(r"cdistrun: ranks? [\d, -]+: worker.py:\d+ in (train|<module>)", line) for line in places
+    )
+    if logs.exists():
+        assert all("KeyboardInterrupt" in path.read_text() for path in logs.rglob("stderr.log"))
+
+
+def test_tracebacks_of_an_interruption():
+    text = """hello
+        [rank0]: Traceback (most recent call last):
+        [rank0]:   File "/home/me/train.py", line 106, in <module>
+        [rank0]:     main()
+        [rank0]:   File "/usr/lib/python3.11/selectors.py", line 52, in select
+        [rank0]:     def __init__(self, *args):
+        [rank0]: 
+        [rank0]: KeyboardInterrupt
+        saved
+        Traceback (most recent call last):
+          File "x.py", line 1, in f
+        cdist.errors.AbortedError: rank 1 was interrupted in all_reduce
+
+        During handling of the above exception, another exception occurred:
+
+        Traceback (most recent call last):
+          File "x.py", line 1, in f
+        KeyboardInterrupt
+        Exception ignored in atexit callback: <function main at 0x7f394f8fc720>
+        Traceback (most recent call last):
+          File "x.py", line 82, in main
+            time.sleep(600)
+            ^^^^^^^^^^^^^^^
+        KeyboardInterrupt: 
+        Traceback (most recent call last):
+          File "x.py", line 1, in f
+        ValueError: kept
+        """
+    left, place = interrupts.without_tracebacks(text.replace("\n        ", "\n").encode())
+    kept = 'hello\nsaved\nTraceback (most recent call last):\n  File "x.py", line 1, in f\nValueError: kept\n'
+    assert left.decode() == kept
+    assert place == "train.py:106 in <module>"
+    assert (
+        interrupts.summary({3: "a", 0: "a", 2: "b", 1: "a"})
+        == "cdistrun: ranks 0-1, 3: a\ncdistrun: rank 2: b\n"
+    )
 
 
 def test_sigterm_leaves_time_to_finish(launcher):

@@ -15,6 +15,7 @@ from cdist.launch.dumps import Dumps
 from cdist.launch.exits import INTERRUPT_GRACE, MemoryWatch, shell_code, signal_name
 from cdist.launch.guard import Guard
 from cdist.launch.host import HostError, StoreHost, is_ephemeral
+from cdist.launch.interrupts import summary
 from cdist.launch.logs import Console, Stream, fill_template
 from cdist.launch.report import Failure, compose, describe, first_cause
 from cdist.launch.worker import Worker
@@ -338,8 +339,14 @@ class Agent:
             self.nodes.report_failure(self.nodes.attempt, 128 + number, f"stopped by {signal_name(number)}")
         self.is_interrupted = number == signal.SIGINT
         grace = INTERRUPT_GRACE if self.is_interrupted else self.options.shutdown_timeout
+        if self.is_interrupted and len(self.workers) > 1:
+            for stream in self.streams:
+                if stream.name == "stderr":
+                    stream.hold()
         with contextlib.suppress(_Stopped):  # asked twice: no grace
             self._stop(number, grace)
+        self._reap_all()
+        self._say(summary({stream.rank: stream.place for stream in self.streams if stream.place}))
         return 128 + number
 
     def _stop(self, number, grace):

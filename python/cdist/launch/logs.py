@@ -7,6 +7,8 @@ import select
 import stat
 import time
 
+from cdist.launch.interrupts import without_tracebacks
+
 # A line that has no end yet is shown after this many seconds (a progress bar, a prompt).
 PARTIAL_AFTER = 0.03
 # A piece of this many bytes ends where the worker's buffer was full, which says nothing of its line. For so
@@ -101,6 +103,13 @@ class Stream:
         self._cut_until = 0.0
         self.show_at = None  # when the rest is to be shown if its end has not come
         self.tail = b""
+        self._held = None  # what is shown only at the end, since Ctrl-C
+        self.place = None  # where Ctrl-C found the worker, once its tracebacks were taken out
+
+    def hold(self):
+        """From now on show at the end what comes, without the tracebacks of an interruption."""
+        if self.console:
+            self._held = b""
 
     def read(self, now):
         """Take what the pipe has: how many bytes (0: none now), or None at its end. Never blocks."""
@@ -114,9 +123,19 @@ class Stream:
         if self._log:
             self._keep(data)
         self.tail = (self.tail + data)[-TAIL_BYTES:]
-        if self.console:
+        if self._held is not None:
+            self._held += data
+            if len(self._held) > LONGEST_LINE:
+                self._let_go(now)
+        elif self.console:
             self._show(data, now)
         return len(data)
+
+    def _let_go(self, now):
+        held, self._held = self._held, None
+        text, self.place = without_tracebacks(held)
+        if text:
+            self._show(text, now)
 
     def _keep(self, data):
         """Append to the file; one that cannot be written to (a full disk) is given up; the job goes on."""
@@ -169,6 +188,8 @@ class Stream:
         """Close pipe and file; a line without an end is shown with one."""
         if self.descriptor is None:
             return
+        if self._held is not None:
+            self._let_go(0.0)
         if self.console and self._rest:
             self.show_rest()
             self.console.write(b"\n", self)
