@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 /* Between two looks at an address that turned out to be old. */
@@ -30,6 +31,8 @@
 #define RETRY_MOST_NS (20 * CD_NS_PER_MS)
 /* How often rank 0 looks whether another process claims its place. */
 #define CLAIM_CHECK_NS (200 * CD_NS_PER_MS)
+/* In the place of a process' descriptor. */
+#define ENDED (-2)
 
 typedef struct {
     cd_world *world;
@@ -40,6 +43,7 @@ typedef struct {
     cd_member me;
     uint8_t nonce_0[CD_MEMBER_NONCE_BYTES]; /* of rank 0's process */
     int joined;
+    int *processes;                  /* rank 0: descriptors of the processes of ranks that left again, ENDED, −1: none */
     cd_error refusal;                /* rank 0: why nobody can join any more; code CD_OK: none */
 } meeting;
 
@@ -100,24 +104,44 @@ static void check_hello(meeting *m, const cd_member *guest, cd_error *why)
     }
 }
 
-/* Forgets ranks that gave up: they said so and may come again. Returns a rank whose process ended instead, −1: none. */
+static bool has_ended(const meeting *m, int rank)
+{
+    struct pollfd process = {.fd = m->processes[rank], .events = POLLIN};
+    return process.fd == ENDED || (process.fd >= 0 && poll(&process, 1, 0) > 0);
+}
+
+/* Of a rank that gave up: how to see that its process ends. Of other hosts that is not known. */
+static int watch_process(const cd_world *w, int rank)
+{
+    int process = cd_world_sees_process(w, rank) ? (int)syscall(SYS_pidfd_open, (pid_t)w->members[rank].process, 0) : -1;
+    return process < 0 && cd_world_sees_process(w, rank) && errno == ESRCH ? ENDED : process;
+}
+
+/* Forgets ranks that left: those that gave up said so and may come again. Returns a rank whose process ended, −1: none. */
 static int drop_departed(meeting *m)
 {
     cd_world *w = m->world;
-    int died = -1;
-    for (int r = 1; r < w->world; r++) {
+    int ended = -1;
+    for (int r = w->world - 1; r > 0; r--) {
         char probe;
-        if (w->controls[r] < 0)
-            continue;
-        ssize_t got = recv(w->controls[r], &probe, 1, MSG_PEEK | MSG_DONTWAIT);
-        if (got < 0 && (errno == EAGAIN || errno == EINTR))
-            continue;
-        died = got > 0 || died >= 0 ? died : r;
-        close(w->controls[r]);
-        w->controls[r] = -1;
-        m->joined--;
+        ssize_t got = w->controls[r] < 0 ? -1 : recv(w->controls[r], &probe, 1, MSG_PEEK | MSG_DONTWAIT);
+        if (w->controls[r] >= 0 && (got >= 0 || (errno != EAGAIN && errno != EINTR))) {
+            close(w->controls[r]);
+            w->controls[r] = -1;
+            m->joined--;
+            m->processes[r] = got > 0 ? watch_process(w, r) : ENDED;
+        }
+        if (w->controls[r] < 0 && has_ended(m, r))
+            ended = r;
     }
-    return died;
+    return ended;
+}
+
+static void forget_process(meeting *m, int rank)
+{
+    if (m->processes[rank] >= 0)
+        close(m->processes[rank]);
+    m->processes[rank] = -1;
 }
 
 static void admit(void *ctx, int socket, cd_control_kind kind, const cd_hello *hello)
@@ -146,6 +170,7 @@ static void admit(void *ctx, int socket, cd_control_kind kind, const cd_hello *h
         return;
     }
     cd_sock_set_patience(socket, CD_CONTROL_PATIENCE_MS);
+    forget_process(m, hello->me.rank);
     w->controls[hello->me.rank] = socket;
     w->members[hello->me.rank] = hello->me;
     m->joined++;
@@ -487,7 +512,16 @@ static cd_status meet(meeting *m)
     w->members[0] = m->me;
     CD_TRY(m->store->ops->set(m->store, cd_bytes_of(m->key), (cd_bytes){&m->me, sizeof m->me}, m->patience));
     w->published = true;
-    return gather_members(m, w->greeter);
+    m->processes = malloc((size_t)w->world * sizeof *m->processes);
+    if (!m->processes)
+        return cd_fail(CD_NO_MEMORY, "no memory to wait for %d ranks", w->world);
+    for (int r = 0; r < w->world; r++)
+        m->processes[r] = -1;
+    cd_status status = gather_members(m, w->greeter);
+    for (int r = 0; r < w->world; r++)
+        forget_process(m, r);
+    free(m->processes);
+    return status;
 }
 
 static cd_status connect_all(meeting *m)

@@ -109,7 +109,8 @@ typedef struct {
     cd_py_wait waiting;
     cd_group *group; /* the default one, or NULL; ours until the wait has ended */
     uint64_t began_ns;
-    cd_error lost; /* code CD_OK: nobody */
+    bool was_well;  /* the group, when the wait began */
+    cd_error lost;  /* code CD_OK: nobody */
 } store_wait;
 
 static cd_status wait_idle(void *ctx)
@@ -127,6 +128,7 @@ static cd_patience begin_wait(store_wait *wait, PyObject *self, uint64_t ns)
     cd_py_state *state = cd_py_state_of_type(Py_TYPE(self));
     cd_group *group = state && state->default_group ? ((cd_py_group *)state->default_group)->group : NULL;
     *wait = (store_wait){.group = group ? cd_group_retain(group) : NULL, .began_ns = cd_now_ns()};
+    wait->was_well = group && cd_group_status(group) == CD_OK;
     cd_patience patience = cd_py_wait_begin(&wait->waiting, cd_py_deadline(ns), 1);
     patience.idle = wait_idle;
     patience.idle_ctx = wait;
@@ -148,8 +150,25 @@ static void name_departed(cd_group *group)
     }
 }
 
+/* A store that is lost may have died with the rank that hosts it, of which the group is told in the same instant. */
+static void await_loss_of_host(store_wait *wait)
+{
+    if (!wait->waiting.detached)
+        cd_py_wait_detach(&wait->waiting);
+    cd_error why = *cd_last_error();
+    cd_deadline end = cd_deadline_after_ns(LOSS_ENDS_NS);
+    cd_status cause;
+    while ((cause = cd_group_status(wait->group)) == CD_OK && !cd_deadline_passed(end))
+        cd_sleep_ns(CD_NS_PER_MS);
+    if (cause == CD_PEER_LOST)
+        wait->lost = *cd_last_error();
+    cd_fail_with(&why);
+}
+
 static cd_status end_wait(store_wait *wait, cd_status status)
 {
+    if (status == CD_STORE && wait->was_well)
+        await_loss_of_host(wait);
     cd_py_wait_end(&wait->waiting);
     if (wait->lost.code != CD_OK && status != CD_OK)
         status = cd_fail_with(&wait->lost);

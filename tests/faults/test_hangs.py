@@ -16,6 +16,7 @@ import pytest
 from cdist.testing import run
 from hosts import hosts, needs_hosts, world
 from tally import Tally
+from threads import ctrl_c_soon
 
 transports = pytest.mark.parametrize("transport", ["shm", "tcp"])
 
@@ -278,6 +279,23 @@ def test_a_rank_that_dies_during_init_is_named_at_once(server, victim):
     assert outcomes[1 - victim] == victim
 
 
+def _is_interrupted_and_ends(rank, world, port):
+    if rank == 2:
+        return "absent"
+    if rank == 1:
+        with pytest.raises(KeyboardInterrupt), ctrl_c_soon():
+            _init(rank, world, port, 30)
+        return None
+    with pytest.raises(cdist.PeerLostError, match="rank 1 was lost before all ranks had come") as caught:
+        _init(rank, world, port, 30)
+    return caught.value.rank
+
+
+def test_a_rank_that_is_interrupted_during_init_and_ends_is_named(server):
+    """Until then it could have come again."""
+    assert run(_is_interrupted_and_ends, 3, server.port, init=False, timeout=20)[0] == 1
+
+
 def _gives_up_and_comes_again(rank, world, port):
     if rank == 1:
         with pytest.raises(cdist.DistTimeoutError):
@@ -292,6 +310,32 @@ def _gives_up_and_comes_again(rank, world, port):
 def test_who_gave_up_may_come_again(server):
     """K92, seen from the rank that waits on."""
     assert run(_gives_up_and_comes_again, 3, server.port, init=False) == ["met"] * 3
+
+
+def _store_dies_with_rank_0(rank, world, folder):
+    port = folder / "port"
+    if rank == 0:
+        store = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = cdist.TCPStore("127.0.0.1", int(port.read_text()), None, False, wait_for_workers=False)
+    cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=30)
+    cdist.barrier()
+    if rank == 0:
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    with pytest.raises(cdist.PeerLostError) as caught:
+        store.get("what nobody writes")
+    with pytest.raises(cdist.DistError):
+        store.get("anything")
+    return caught.value.rank
+
+
+def test_a_store_that_dies_with_its_rank_names_it(tmp_path):
+    outcomes = run(_store_dies_with_rank_0, 3, tmp_path, init=False, allow_failures=True)
+    assert outcomes[1:] == [0, 0]
 
 
 def _wait_in_the_store(rank, world, how, through):
