@@ -425,6 +425,30 @@ def test_paths_of_attributes(path):
     assert fresh.returncode == 0, fresh.stderr
 
 
+def _module_behind(rank, world):
+    c10d = cdist.distributed_c10d
+    assert set(cdist.__all__) <= set(dir(c10d))
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        c10d._get_default_group()
+    with pytest.raises(AttributeError, match="torch-names"):
+        c10d._new_process_group_helper  # noqa: B018
+    cdist.init_process_group("gloo", store=cdist.HashStore(), rank=0, world_size=1)
+    mine = c10d._get_default_group()
+    assert mine is cdist.group.WORLD
+    assert c10d._get_default_store() is mine.get_group_store()
+    assert c10d._get_default_timeout("nccl") < c10d._get_default_timeout("gloo") == c10d.default_pg_timeout
+    assert (c10d._get_group_size(None), c10d._get_global_rank(mine, 0)) == (1, 0)
+    assert c10d._rank_not_in_group(cdist.GroupMember.NON_GROUP_MEMBER)
+    assert not c10d._rank_not_in_group(None)
+    return c10d._get_object_coll_device(), str(c10d._get_pg_default_device(mine))
+
+
+def test_the_module_behind_the_names():
+    """Utilities in the manner of detectron2 and others name it, and some of its private functions."""
+    pytest.importorskip("torch", reason="torch comes with EXTRAS in .ci/run")
+    assert run(_module_behind, 1, init=False) == [("cpu", "cpu")]
+
+
 MIXED = """
 import sys
 import cdist as dist

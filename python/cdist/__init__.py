@@ -186,6 +186,7 @@ _LAZY_MODULES = frozenset(
         "cuda",
         "debugging",
         "device_mesh",
+        "distributed_c10d",
         "doctor",
         "elastic",
         "errors",
