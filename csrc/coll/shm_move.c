@@ -119,8 +119,14 @@ static cd_status run_move(cd_team *team, const cd_op *op, const cd_patience *pat
         cd_shm_give_eagerly(shm, one_for_all);
     }
     cd_shm_enter(shm);
-    CD_TRY(cd_shm_meet(team, op, patience));
     size_t largest = largest_piece(shm);
+    move m = plan_move(team, op, patience);
+    bool has_put = !uneven && !shm->reads && !head->where.in_at && largest;
+    /* The first round is put while the others arrive: it touches nobody's memory but the own ring. Not what may be read in the
+     * arena. */
+    if (has_put)
+        CD_TRY(put(&m, m.first));
+    CD_TRY(cd_shm_meet(team, op, patience));
     if (uneven) {
         CD_TRY(cd_shm_check_counts(team, op, &largest));
         if (cd_shm_take_eagerly(shm, one_for_all)) {
@@ -132,9 +138,9 @@ static cd_status run_move(cd_team *team, const cd_op *op, const cd_patience *pat
     CD_TRY(cd_shm_reach_run(team, op, patience, &ran));
     if (ran)
         return CD_OK;
-    move m = plan_move(team, op, patience);
+    m.first = shm->rounds;
     m.end = m.first + (largest + m.slice - 1) / m.slice;
-    if (m.first < m.end)
+    if (!has_put && m.first < m.end)
         CD_TRY(put(&m, m.first));
     cd_shm_copy_own(shm);
     for (uint64_t round = m.first; round < m.end; round++) {

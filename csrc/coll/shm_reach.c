@@ -1,18 +1,20 @@
 /* Operations in which a rank reads what it takes in the memory of the ranks that give it instead of having it pass the rings: a
- * byte is moved once, and by the core that needs it. What lies in the arena is read there; the rest of large operations through
- * the kernel (shm/reach.h).
+ * byte is moved once, and by the core that needs it. What lies in the arena is read there; the rest through the kernel
+ * (shm/reach.h), where that is quicker (shm_ways.c).
  *
- * What the kernel reads goes through a buffer that stays in the core's cache, since the kernel copies that way and stores past
- * the caches do not read first what they overwrite. 64 MiB between
+ * The kernel reads straight to where the bytes go, or, in large operations where that is quicker, to a buffer that stays in the
+ * core's cache, from where stores past the caches do not read first what they overwrite. 64 MiB through the buffer between
  * 2 ranks on a 2-core EPYC (Zen 3), cores without a common cache, NumPy's arrays (huge pages), ms, by rings and read:
  *   all_reduce 34.7, 14.3    broadcast 14.7, 8.3    all_gather 22.6, 13.4
  * Read into place an all_reduce takes 4 % less, a broadcast (in a program of its own) 12 instead of 9. On small pages reading
- * costs the kernel 0.7 µs a page, and where the cores share a cache rings are as quick: so it is measured as it goes
- * (shm_ways.c).
+ * costs the kernel 0.7 µs a page, and where the cores share a cache rings are as quick.
  *
- * After the meeting each rank tries to read both ends of all that it will take through the kernel, and tells the others whether
- * it could (the memory of a device cannot be read this way). Only if all could is the operation run so; otherwise the rings take
- * it. Where all that is given lies in the arena nothing can fail, and all ranks know it from the heads. */
+ * That memory cannot be read (that of a device, for one) shows in reading it. Each rank says when it leaves whether it could read
+ * all that it takes, and waits for all that read to say so; if one could not, the rings take the operation on all ranks. No kind
+ * but all_reduce writes to what a rank gives (base/op.h: in and out are different memory, or the same bytes are both), so the
+ * rings find what was given as it was, and write over all that was read. An all_reduce in place destroys its input: before it
+ * each rank tries to read both ends of all that it will take, tells the others, and it is run so only if all could. Where all
+ * that is given lies in the arena nothing can fail, and all ranks know it from the heads. */
 #include "coll/shm_team_impl.h"
 
 #include "base/knob.h"
@@ -30,6 +32,10 @@
 #define BUFFER_BYTES ((size_t)1 << 20)
 /* From here on where the setting says "always". */
 #define ALWAYS_LEAST ((size_t)128 << 10)
+/* From here on where ways are timed. */
+#define AUTO_LEAST ((size_t)32 << 10)
+/* Read at a time straight to its place: a deadline and Ctrl-C are looked at in between. */
+#define PLACED_BYTES ((size_t)1 << 20)
 /* A process that has ended cannot be read before the monitor says so. */
 #define GONE_SOON_NS CD_NS_PER_S
 
@@ -39,7 +45,7 @@ cd_status cd_shm_reach_open(cd_shm_team *shm)
 {
     int mode;
     CD_TRY(cd_knob_choice("CDIST_SINGLE_COPY", &mode));
-    shm->reads_least = mode == MODE_NEVER ? SIZE_MAX : mode == MODE_ALWAYS ? ALWAYS_LEAST : CD_SHM_LARGE;
+    shm->reads_least = mode == MODE_NEVER ? SIZE_MAX : mode == MODE_ALWAYS ? ALWAYS_LEAST : AUTO_LEAST;
     shm->reads_always = mode == MODE_ALWAYS;
     size_t peers = shm->ranks > 1 ? (size_t)shm->ranks - 1 : 1, room = BUFFER_BYTES / peers / PAGE * PAGE;
     shm->chunk = room < LEAST_CHUNK_BYTES ? LEAST_CHUNK_BYTES : cd_least(CHUNK_BYTES, room);
@@ -88,6 +94,13 @@ bool cd_shm_reaches(const cd_team *team)
 static uint64_t address_of(const cd_blocks *blocks)
 {
     return blocks->spans == 1 && !blocks->list[0].dims ? (uint64_t)(uintptr_t)blocks->list[0].data : 0;
+}
+
+/* Whether it takes something from others. */
+static bool takes_something(const cd_op *op, int rank)
+{
+    bool is_root = rank == op->root;
+    return op->kind == CD_BROADCAST || op->kind == CD_SCATTER ? !is_root : op->kind == CD_GATHER ? is_root : true;
 }
 
 static bool gives_something(const cd_shm_team *shm, const cd_op *op)
@@ -208,7 +221,8 @@ static bool can_read(const cd_shm_team *shm, int peer, far_piece piece)
             cd_reach_read(&shm->rows[peer].card, &byte, piece.address + piece.bytes - 1, 1) == 0);
 }
 
-/* Takes one round of the rings as a ticket. */
+/* Before an all_reduce, whose inputs may be gone when a rank finds that it cannot read. Takes one round of the rings as a ticket.
+ * */
 static cd_status agree(cd_team *team, const cd_op *op, const cd_patience *patience, bool *can_p)
 {
     cd_shm_team *shm = team->shm;
@@ -216,9 +230,7 @@ static cd_status agree(cd_team *team, const cd_op *op, const cd_patience *patien
     for (int peer = 0; peer < shm->ranks; peer++) {
         if (peer == shm->rank)
             continue;
-        can = can && can_read(shm, peer, given_by(shm, op, peer));
-        if (op->kind == CD_ALL_REDUCE)
-            can = can && can_read(shm, peer, reduced_by(shm, op, peer));
+        can = can && can_read(shm, peer, given_by(shm, op, peer)) && can_read(shm, peer, reduced_by(shm, op, peer));
     }
     uint64_t round = shm->rounds++;
     /* Nobody reads the answer of an earlier operation any more: all have entered this one. */
@@ -242,6 +254,7 @@ typedef struct {
     size_t chunk;  /* bytes at a time */
     char *packed;  /* as many, for a result on its way to memory */
     bool detours;  /* all results go that way */
+    bool failed;   /* something could not be read */
 } reader;
 
 static CD_COLD cd_status cannot_read(const reader *r, int peer, size_t bytes, int error)
@@ -264,28 +277,55 @@ static inline char *buffer_of(const cd_shm_team *shm, int index)
     return shm->reading + (size_t)(index - 1) * (shm->chunk + PAGE);
 }
 
+static cd_status look(reader *r, int peer)
+{
+    cd_status status = cd_waiter_check(&r->waiter);
+    if (cd_likely(status != CD_TIMED_OUT))
+        return status;
+    int rank = cd_shm_world_rank(r->team, peer);
+    return cd_fail_rank(CD_TIMED_OUT, rank, "the deadline passed while the memory of rank %d was read", rank);
+}
+
+/* Bytes at `from` in a peer's memory → to. That they cannot be read ends an all_reduce; of another operation it is told when the
+ * rank leaves. */
+static cd_status read_peer(reader *r, int peer, uint64_t from, size_t bytes, char *to)
+{
+    CD_TRY(look(r, peer));
+    int error = cd_reach_read(&r->team->shm->rows[peer].card, to, from, bytes);
+    if (cd_likely(error == 0))
+        return CD_OK;
+    r->failed = true;
+    return r->op->kind == CD_ALL_REDUCE ? cannot_read(r, peer, bytes, error) : CD_OK;
+}
+
 /* Bytes [at, at + bytes) of a peer's piece; *out: where they lie. What is not mapped goes to the buffer for the peer number
  * `index` from this rank on, whose offset in its page is that of the source: the kernel may copy by `rep movsb` (simd/copy.c). */
 static cd_status fetch(reader *r, int index, far_piece piece, size_t at, size_t bytes, char **out)
 {
     cd_shm_team *shm = r->team->shm;
     int peer = (shm->rank + index) % shm->ranks;
-    cd_status status = cd_waiter_check(&r->waiter);
-    if (cd_unlikely(status == CD_TIMED_OUT)) {
-        int rank = cd_shm_world_rank(r->team, peer);
-        return cd_fail_rank(CD_TIMED_OUT, rank, "the deadline passed while the memory of rank %d was read", rank);
-    }
-    CD_TRY(status);
     uint64_t from = piece.address + at;
-    if (piece.mapped) {
-        *out = (char *)(uintptr_t)from;
-        return CD_OK;
-    }
-    char *to = buffer_of(shm, index) + from % PAGE;
-    int error = cd_reach_read(&shm->rows[peer].card, to, from, bytes);
-    if (cd_unlikely(error != 0))
-        return cannot_read(r, peer, bytes, error);
-    *out = to;
+    *out = piece.mapped ? (char *)(uintptr_t)from : buffer_of(shm, index) + from % PAGE;
+    return piece.mapped ? look(r, peer) : read_peer(r, peer, from, bytes, *out);
+}
+
+/* Where a peer's piece is read straight to, NULL when it is not. */
+static char *place_of(const cd_shm_team *shm, far_piece piece, const cd_shm_piece *to)
+{
+    char *place = shm->places && !piece.mapped && piece.bytes ? cd_piece_at(to, 0) : NULL;
+    /* Not where `rep movsb` may be slow (simd/copy.c): up to 64 bytes further in its page than the source. */
+    return place && ((uintptr_t)place - (uintptr_t)piece.address - 1) % PAGE >= 64 ? place : NULL;
+}
+
+/* Bytes [at, at + bytes) of a peer's piece → the same of `to`. */
+static cd_status receive(reader *r, int index, far_piece piece, const cd_shm_piece *to, size_t at, size_t bytes)
+{
+    const cd_shm_team *shm = r->team->shm;
+    char *place = place_of(shm, piece, to), *in;
+    if (place)
+        return read_peer(r, (shm->rank + index) % shm->ranks, piece.address + at, bytes, place + at);
+    CD_TRY(fetch(r, index, piece, at, bytes, &in));
+    cd_piece_receive(to, at, bytes, in);
     return CD_OK;
 }
 
@@ -297,16 +337,14 @@ static inline size_t chunk_of(const reader *r, size_t piece_bytes, size_t at)
 
 static cd_status take_pieces(reader *r)
 {
-    cd_shm_team *shm = r->team->shm;
-    cd_shm_copy_own(shm);
+    const cd_shm_team *shm = r->team->shm;
+    const size_t most = r->chunk;
     for (int i = 1; i < shm->ranks; i++) {
         int peer = (shm->rank + i) % shm->ranks;
         far_piece piece = given_by(shm, r->op, peer);
-        for (size_t at = 0, bytes; (bytes = chunk_of(r, piece.bytes, at)) != 0; at += bytes) {
-            char *in;
-            CD_TRY(fetch(r, i, piece, at, bytes, &in));
-            cd_piece_receive(&shm->takes[peer], at, bytes, in);
-        }
+        r->chunk = place_of(shm, piece, &shm->takes[peer]) ? PLACED_BYTES : most;
+        for (size_t at = 0, bytes; !r->failed && (bytes = chunk_of(r, piece.bytes, at)) != 0; at += bytes)
+            CD_TRY(receive(r, i, piece, &shm->takes[peer], at, bytes));
     }
     return CD_OK;
 }
@@ -335,7 +373,7 @@ static cd_status reduce_block(reader *r)
 {
     const cd_shm_team *shm = r->team->shm;
     const cd_shm_piece *own = &shm->gives[shm->rank], *out = &shm->takes[shm->rank];
-    for (size_t at = 0; at < out->bytes; at += r->chunk)
+    for (size_t at = 0; at < out->bytes && !r->failed; at += r->chunk)
         CD_TRY(reduce_chunk(r, at, cd_least(r->chunk, out->bytes - at), own, out));
     return CD_OK;
 }
@@ -353,9 +391,7 @@ static cd_status take_slices(reader *r, size_t at, uint64_t reduced)
             continue;
         /* Acquire: the kernel reads after it what the peer wrote before its release. */
         CD_TRY(cd_shm_await(r->team, &shm->rows[peer].reduced.round, reduced, peer, r->patience));
-        char *in;
-        CD_TRY(fetch(r, i, reduced_by(shm, r->op, peer), at, bytes, &in));
-        cd_piece_receive(&to, at, bytes, in);
+        CD_TRY(receive(r, i, reduced_by(shm, r->op, peer), &to, at, bytes));
     }
     return CD_OK;
 }
@@ -390,43 +426,88 @@ static cd_status read_all(reader *r)
     }
 }
 
-/* The round is a ticket here. */
-cd_status cd_shm_reach_end(cd_team *team, const cd_op *op, const cd_patience *patience)
+/* Says that this rank has read all that it could, and whether that was all. Takes one round of the rings as a ticket. */
+static cd_status leave(cd_shm_team *shm, const cd_patience *patience, bool could_read)
 {
-    cd_shm_team *shm = team->shm;
-    bool all = op->kind == CD_ALL_REDUCE || op->kind == CD_REDUCE;
     /* A rank that gives up says so before it touches its array again: what was read there since may not be its input. Acquire in
      * the check orders the reads above before it. */
     if (patience->cause)
         CD_TRY(cd_cause_check(patience->cause));
-    uint64_t round = shm->rounds++;
-    cd_shm_raise(&shm->rows[shm->rank].left.round, round + 1);
+    /* Nobody reads the answer of an earlier operation any more: all have entered this one. Release publishes this one. */
+    shm->rows[shm->rank].can_read = could_read;
+    cd_shm_raise(&shm->rows[shm->rank].left.round, ++shm->rounds);
+    return CD_OK;
+}
+
+cd_status cd_shm_reach_end(cd_team *team, const cd_op *op, const cd_patience *patience)
+{
+    cd_shm_team *shm = team->shm;
+    bool all = op->kind == CD_ALL_REDUCE || op->kind == CD_REDUCE;
+    CD_TRY(leave(shm, patience, true));
     /* The array is the caller's again when nobody reads it any more. */
     for (int peer = 0; peer < shm->ranks; peer++)
         if (peer != shm->rank && (all || shm->gives[peer].bytes))
-            CD_TRY(cd_shm_await(team, &shm->rows[peer].left.round, round + 1, peer, patience));
+            CD_TRY(cd_shm_await(team, &shm->rows[peer].left.round, shm->rounds, peer, patience));
     return CD_OK;
+}
+
+/* Runs what changes no input: whether it can be read shows in reading it. All learn how all that read have fared, and if one
+ * could not read all that it takes, the rings take the operation on all ranks: they write over what was read. */
+static cd_status try_reading(reader *r, bool *ran_p)
+{
+    cd_team *team = r->team;
+    cd_shm_team *shm = team->shm;
+    CD_TRY(read_all(r));
+    CD_TRY(leave(shm, r->patience, !r->failed));
+    /* While the others read. */
+    if (r->op->kind != CD_REDUCE_SCATTER && !r->failed)
+        cd_shm_copy_own(shm);
+    bool all = !r->failed;
+    for (int peer = 0; peer < shm->ranks; peer++) {
+        if (peer == shm->rank || !takes_something(r->op, peer))
+            continue;
+        /* Acquire: pairs with the release in leave(). Afterwards the peer reads this rank's array no more. */
+        CD_TRY(cd_shm_await(team, &shm->rows[peer].left.round, shm->rounds, peer, r->patience));
+        all = all && shm->rows[peer].can_read;
+    }
+    *ran_p = all;
+    return CD_OK;
+}
+
+/* All that is given lies in the arena: nothing can fail. */
+static cd_status read_in_arena(reader *r)
+{
+    cd_shm_team *shm = r->team->shm;
+    bool reduces = r->op->kind == CD_REDUCE_SCATTER;
+    shm->timed = NULL; /* none of the ways between which it would choose */
+    r->chunk = cd_least(shm->chunk, shm->scratch_bytes / PAGE * PAGE);
+    r->packed = shm->scratch;
+    /* Lines that a kernel writes are read first, those that are received are not: reduce_scatter of 64 MiB between 2 ranks in 5.4
+     * instead of 7.3 ms. Where what is read has passed a buffer already it makes no difference. */
+    r->detours = reduces && shm->takes[shm->rank].bytes >= CD_SHM_FAR_BYTES;
+    if (!reduces)
+        cd_shm_copy_own(shm);
+    CD_TRY(read_all(r));
+    return cd_shm_reach_end(r->team, r->op, r->patience);
 }
 
 cd_status cd_shm_reach_run(cd_team *team, const cd_op *op, const cd_patience *patience, bool *ran_p)
 {
     cd_shm_team *shm = team->shm;
+    bool reduces = op->kind == CD_ALL_REDUCE || op->kind == CD_REDUCE;
+    reader r = {.team = team, .op = op, .patience = patience, .waiter = cd_waiter_start(patience), .chunk = shm->chunk};
     /* Reductions of one vector have a way of their own in the arena (shm_arena.c). */
-    bool mapped = op->kind != CD_ALL_REDUCE && op->kind != CD_REDUCE && cd_shm_all_in_arena(shm);
-    *ran_p = mapped;
-    if (!mapped && shm->reads && all_offer(shm))
-        CD_TRY(agree(team, op, patience, ran_p));
+    *ran_p = !reduces && cd_shm_all_in_arena(shm);
+    if (*ran_p)
+        return read_in_arena(&r);
+    if (!shm->reads || !all_offer(shm))
+        return CD_OK;
+    r.packed = buffer_of(shm, shm->ranks);
+    if (!reduces)
+        return try_reading(&r, ran_p);
+    CD_TRY(agree(team, op, patience, ran_p));
     if (!*ran_p)
         return CD_OK;
-    reader r = {.team = team, .op = op, .patience = patience, .waiter = cd_waiter_start(patience), .chunk = shm->chunk};
-    if (mapped) {
-        shm->timed = NULL; /* none of the ways between which it would choose */
-        r.chunk = cd_least(shm->chunk, shm->scratch_bytes / PAGE * PAGE);
-    }
-    r.packed = mapped ? shm->scratch : buffer_of(shm, shm->ranks);
-    /* Lines that a kernel writes are read first, those that are received are not: reduce_scatter of 64 MiB between 2 ranks in 5.4
-     * instead of 7.3 ms. Where what is read has passed a buffer already it makes no difference. */
-    r.detours = mapped && op->kind == CD_REDUCE_SCATTER && shm->takes[shm->rank].bytes >= CD_SHM_FAR_BYTES;
     CD_TRY(read_all(&r));
     return cd_shm_reach_end(team, op, patience);
 }

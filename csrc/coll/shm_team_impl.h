@@ -30,11 +30,11 @@
 #define CD_SHM_SLOTS 12
 #define CD_SHM_INLINE 48
 /* Sizes of one kind whose ways are chosen apart (shm_ways.c). */
-#define CD_SHM_SIZES 3
+#define CD_SHM_SIZES 4
 #define CD_SHM_PACES (CD_SHM_SIZES * (CD_ALL_TO_ALL - CD_ALL_REDUCE + 1))
 /* Slices and reductions start at multiples of this, so that no two ranks write one line. */
 #define CD_SHM_GRAIN ((size_t)64)
-/* Operations from here on may be run by reading in the memory of others (shm_reach.c). */
+/* Operations from here on are limited by memory and have ways of their own (shm_ways.c). */
 #define CD_SHM_LARGE ((size_t)16 << 20)
 /* What is received in pieces from here on goes past the caches: it displaces the rings there, and its lines were read from memory
  * only to be overwritten. 2 ranks on a 2-core EPYC, milliseconds: all_gather of 8 MiB 0.7 instead of 1.2, of 64 MiB 11 instead of
@@ -53,22 +53,22 @@ typedef struct {
 typedef struct {
     _Atomic uint64_t number; /* of the operation on this team, from 1 */
     uint32_t signature;
-    uint32_t eager : 1;      /* uneven operations: all that this rank gives lies in its small slot */
-    uint32_t offers : 1;     /* this rank can read in the memory of the others, and all that it gives can be read at `where` */
-    uint32_t far : 24;       /* bit per pace: the way of the next operation, where this rank is the one to tell it */
+    uint16_t eager;          /* uneven operations: all that this rank gives lies in its small slot */
+    uint16_t offers;         /* this rank can read in the memory of the others, and all that it gives can be read at `where` */
     union {
         char payload[CD_SHM_INLINE];
         cd_shm_where where;
     };
 } cd_shm_head;
 _Static_assert(sizeof(cd_shm_head) == 64, "one line");
-_Static_assert(CD_SHM_PACES <= 24, "a bit each");
+_Static_assert(CD_SHM_PACES <= 32 && CD_PACE_WAYS <= 4, "two bits each");
 
 /* One rank's part of the board: all of it is written by that rank alone. */
 typedef struct {
     struct {
         cd_shm_head head;
-        char pad[CD_LINE - sizeof(cd_shm_head)];
+        uint64_t ways; /* two bits per pace: the way of the next operation, where this rank is the one to tell it; as the head */
+        char pad[CD_LINE - sizeof(cd_shm_head) - sizeof(uint64_t)];
     } enter[2];
     struct {
         _Atomic uint64_t round; /* rounds since the team began */
@@ -78,7 +78,7 @@ typedef struct {
     _Atomic uint32_t core;      /* 1 + the core on which the rank last waited in vain; a hint */
     _Atomic uint32_t has_card;  /* written once */
     cd_reach_card card;
-    uint32_t can_read;          /* all that the rank takes in the running operation; published by `staged` */
+    uint32_t can_read;          /* all that the rank takes in the running operation; published by `staged` or `left` */
     char pad[CD_LINE * 2 - 4 * sizeof(uint32_t) - sizeof(cd_reach_card)];
 } cd_shm_row;
 _Static_assert(sizeof(cd_shm_row) == CD_LINE * 8, "rows start on lines");
@@ -120,10 +120,12 @@ struct cd_shm_team {
     size_t small_now, small_next; /* offsets in it of this operation's slot and of the next one's: the same on all ranks */
     /* See shm_ways.c. */
     cd_pace paces[CD_SHM_PACES]; /* by kind and size */
-    uint32_t far;                /* bit per pace: what this rank tells */
+    uint64_t ways;               /* two bits per pace: what this rank tells */
     bool is_far;                 /* the running operation writes past the caches */
     bool reads;                  /* the running operation reads in the memory of others, if all offer theirs */
+    bool places;                 /* and what is only to be moved is read straight to where it goes */
     cd_pace *timed;              /* the running operation is timed for it */
+    unsigned timed_way, timed_ways; /* the way it goes, of how many */
     size_t timed_bytes;
     uint64_t began_ns, waited_ns; /* waited for the others to come: not their work */
     /* See shm_reach.c. */
@@ -194,7 +196,9 @@ static inline cd_shm_head *cd_shm_begin(cd_shm_team *shm, const cd_op *op, uint3
     head->signature = cd_op_signature(op) ^ path;
     head->eager = 0;
     head->offers = 0;
-    head->far = shm->far & ((UINT32_C(1) << CD_SHM_PACES) - 1);
+    uint64_t *ways = &shm->rows[shm->rank].enter[shm->number & 1].ways;
+    if (cd_unlikely(*ways != shm->ways))
+        *ways = shm->ways;
     cd_op_descriptor(op, &shm->rows[shm->rank].descriptor[shm->number & 1]);
     return head;
 }
@@ -271,7 +275,7 @@ bool cd_shm_take_eagerly(cd_shm_team *shm, bool one_for_all);
  * same difference. *largest_p: bytes of the largest piece. */
 cd_status cd_shm_check_counts(cd_team *team, const cd_op *op, size_t *largest_p);
 
-/* Before cd_shm_begin: which way the operation writes to shared memory; if it is large, whether it does without. */
+/* Before cd_shm_begin: which way the operation writes to shared memory, or whether it does without. */
 void cd_shm_choose_way(cd_team *team, const cd_op *op);
 /* When it has ended: what it took. Returns the status. */
 cd_status cd_shm_note_way(cd_shm_team *shm, cd_status status);

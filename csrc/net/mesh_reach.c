@@ -33,7 +33,7 @@
 #define REACH_LEAST (UINT64_C(128) << 10)
 /* Read at a time, with the lock held. */
 #define TURN_BYTES (UINT64_C(1) << 20)
-enum { WAY_READ, WAY_RING };
+enum { WAY_READ, WAY_RING, WAYS };
 
 static cd_pace *pace_of(cd_mesh_peer *p, size_t bytes)
 {
@@ -66,7 +66,7 @@ bool cd_mesh_reads(const cd_mesh *mesh, cd_mesh_peer *p, uint64_t there, size_t 
         return false;
     if (mesh->reach == CD_MESH_REACH_ALWAYS || goes_both_ways(p))
         return true;
-    return cd_pace_way(pace_of(p, bytes), bytes, cd_now_ns()) == WAY_READ;
+    return cd_pace_way(pace_of(p, bytes), WAYS, bytes, cd_now_ns()) == WAY_READ;
 }
 
 bool cd_mesh_read_some(cd_mesh *mesh, int peer)

@@ -124,7 +124,7 @@ static void note_way(channel *c, uint64_t bytes, uint64_t began_ns)
     if (!c->was_slow)
         cd_pace_note(&c->pace, c->is_far, (size_t)bytes, took_ns);
     /* A try of the slower way costs the reader too, and whoever uses the same lines next: more than what was noted. */
-    c->is_far = cd_pace_way(&c->pace, 16 * (size_t)bytes, now_ns) == 1;
+    c->is_far = cd_pace_way(&c->pace, 2, 16 * (size_t)bytes, now_ns) == 1;
 }
 
 static cd_status channel_send(cd_pipe *pipe, const cd_piece *pieces, int count, size_t *moved_p)

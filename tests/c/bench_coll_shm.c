@@ -140,6 +140,10 @@ static void bench_rank_main(shm_ranks *g, int rank, const char *only, const char
         most = sizes[i] > most ? sizes[i] : most;
     bench_rank b = {.g = g, .rank = rank, .patience = shm_ranks_patience(g, 600 * CD_NS_PER_S)};
     place(rank);
+    /* The team was opened by the parent, whose memory is another. All have a card of their own before any looks at it. */
+    cd_op barrier = {.kind = CD_BARRIER, .root = -1};
+    cd_reach_offer(&g->shm[rank]->rows[rank].card, &g->shm[rank]->token);
+    run_one(&b, cd_shm_small_run, &barrier);
     bool in_arena = getenv("BENCH_ARENA") || (path && strcmp(path, "shm_arena") == 0);
     char *in = in_arena ? arena_memory(g->arenas[rank], most) : user_memory(most);
     char *out = in_arena ? arena_memory(g->arenas[rank], most) : user_memory(most);

@@ -2,6 +2,8 @@
 #include "shm_ranks.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 typedef struct {
     shm_ranks *g;
@@ -249,15 +251,35 @@ static void test_open_refuses(void)
 
 #define ROOM ((size_t)3 << 20)
 
-static void gather_by_reading(scene *s, int rank, bool has_hole, cd_idle_func idle)
+/* How rank 1's memory is: as any, with a part in the middle that no rank may read, or with one that only rank 1 may read. */
+typedef enum { PLAIN_MEMORY, HOLE, SECRET } memory_sort;
+
+/* Memory that its own process alone can read, where the kernel has some; NULL otherwise. */
+static void *secret_memory(void *at, size_t bytes)
+{
+    int fd = (int)syscall(SYS_memfd_secret, 0);
+    if (fd < 0)
+        return NULL;
+    void *memory = MAP_FAILED;
+    if (ftruncate(fd, (off_t)bytes) == 0)
+        memory = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    close(fd);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+static void run_by_reading(scene *s, int rank, memory_sort sort, cd_idle_func idle)
 {
     cd_op *op = &s->ops[rank];
     unsigned char *in = mmap(NULL, ROOM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(in != MAP_FAILED);
-    unsigned char *out = calloc(2, ROOM);
-    /* The ends can be read. */
-    CHECK(rank == 0 || !has_hole || mprotect(in + ROOM / 3, ROOM / 3, PROT_NONE) == 0);
-    cd_span from = shm_span(in, ROOM, 1), to = shm_span(out, ROOM * 2, 1);
+    unsigned char *out = calloc((size_t)s->g->world, ROOM);
+    /* The ends can be read; and rank 1 does not read the hole. */
+    CHECK(rank != 1 || sort != HOLE || mprotect(in + ROOM / 6, ROOM / 6, PROT_NONE) == 0);
+    if (rank == 1 && sort == SECRET && !secret_memory(in + ROOM / 2, ROOM / 4))
+        s->g->shm[0]->rows[1].card.process = -1;
+    if (sort != HOLE)
+        memset(in, rank + 1, ROOM);
+    cd_span from = shm_span(in, ROOM, 1), to = shm_span(out, ROOM * (op->kind == CD_ALL_REDUCE ? 1 : (size_t)s->g->world), 1);
     op->in = shm_one(&from);
     op->out = shm_one(&to);
     cd_patience patience = shm_ranks_patience(s->g, s->patience_ns);
@@ -265,53 +287,90 @@ static void gather_by_reading(scene *s, int rank, bool has_hole, cd_idle_func id
         patience.idle = idle;
         patience.idle_ctx = s;
     }
-    s->status[rank] = cd_shm_move_run(&s->g->teams[rank], op, &patience);
+    cd_coll_func run = op->kind == CD_ALL_REDUCE ? cd_shm_stage_run : cd_shm_move_run;
+    s->status[rank] = run(&s->g->teams[rank], op, &patience);
     s->error[rank] = *cd_last_error();
     if (s->status[rank] != CD_OK)
         cd_cause_publish(cd_shm_team_cause(s->g->shm[rank]), cd_last_error());
+    bool takes = op->kind == CD_ALL_GATHER || (op->kind == CD_GATHER && rank == op->root);
+    for (size_t i = 0; s->status[rank] == CD_OK && takes && i < ROOM * (size_t)s->g->world; i++)
+        CHECK(out[i] == i / ROOM + 1);
     free(out);
     munmap(in, ROOM);
 }
 
-static void gather_from_a_hole(int rank, void *ctx)
+static void run_with_a_hole(int rank, void *ctx)
 {
-    gather_by_reading(ctx, rank, true, NULL);
+    run_by_reading(ctx, rank, HOLE, NULL);
 }
 
-/* Ctrl-C once both have agreed to read: from there on the root waits for nobody. */
+static void run_with_a_secret(int rank, void *ctx)
+{
+    run_by_reading(ctx, rank, SECRET, NULL);
+}
+
+/* Ctrl-C once both have entered: from there on the root waits for nobody. */
 static cd_status interrupt_reading(void *ctx)
 {
     const shm_ranks *g = ((const scene *)ctx)->g;
     for (int r = 0; r < g->world; r++)
-        if (atomic_load_explicit(&g->shm[0]->rows[r].staged.round, memory_order_acquire) == 0)
+        if (atomic_load_explicit(&g->shm[0]->rows[r].enter[1].head.number, memory_order_acquire) == 0)
             return CD_OK;
     return cd_fail(CD_INTERRUPTED, "interrupted by a signal");
 }
 
-static void gather_interrupted(int rank, void *ctx)
+static void run_interrupted(int rank, void *ctx)
 {
-    gather_by_reading(ctx, rank, false, interrupt_reading);
+    run_by_reading(ctx, rank, PLAIN_MEMORY, interrupt_reading);
+}
+
+static void scene_of_reading(scene *s, shm_ranks *g, int world, cd_kind kind)
+{
+    cd_op op = {.kind = kind, .dtype = CD_UINT8, .redop = CD_SUM, .root = kind == CD_GATHER ? 0 : -1, .count = ROOM,
+                .item_bytes = 1, .ndim = 1, .shape = {(int64_t)ROOM}, .sequence = 5};
+    scene_make(s, g, world, op);
+    shm_ranks_read_always(g);
+    for (int r = 0; r < world; r++)
+        CHECK(cd_shm_reaches(&g->teams[r]));
 }
 
 static void test_reading_cut_off(void)
 {
+    static scene s;
     shm_ranks g;
-    scene s;
-    cd_op op = {.kind = CD_GATHER, .dtype = CD_BYTES, .root = 0, .count = ROOM, .item_bytes = 1, .ndim = 1,
-                .shape = {(int64_t)ROOM}, .sequence = 5};
-    scene_make(&s, &g, 2, op);
-    shm_ranks_read_always(&g);
-    check_on_ranks(2, gather_from_a_hole, &s);
+    /* An all_reduce may have changed its input when it finds the hole. */
+    scene_of_reading(&s, &g, 2, CD_ALL_REDUCE);
+    check_on_ranks(2, run_with_a_hole, &s);
     for (int r = 0; r < 2; r++) {
         CHECK(s.status[r] == CD_PEER_LOST && s.error[r].rank == 101);
         CHECK(strstr(s.error[r].text, "memory of rank 101") && strstr(s.error[r].text, "CDIST_SINGLE_COPY=never"));
     }
     shm_ranks_free(&g);
-    scene_make(&s, &g, 2, op);
-    shm_ranks_read_always(&g);
-    check_on_ranks(2, gather_interrupted, &s);
+    scene_of_reading(&s, &g, 2, CD_GATHER);
+    check_on_ranks(2, run_interrupted, &s);
     CHECK(s.status[0] == CD_INTERRUPTED && s.status[1] != CD_OK);
     shm_ranks_free(&g);
+}
+
+/* Ranks that could read a part only: all learn it, and the rings bring what was asked for; also the one that could read all, and
+ * one that takes nothing. Each operation finds it out anew. */
+static void test_reading_that_fails(void)
+{
+    static scene s;
+    shm_ranks g;
+    static const cd_kind kinds[] = {CD_GATHER, CD_ALL_GATHER};
+    for (int world = 2; world <= 3; world++)
+        for (size_t i = 0; i < 2; i++) {
+            scene_of_reading(&s, &g, world, kinds[i]);
+            for (int turn = 0; turn < 2; turn++) {
+                uint64_t rounds = g.shm[0]->rounds;
+                check_on_ranks(world, run_with_a_secret, &s);
+                for (int r = 0; r < world; r++)
+                    CHECK(s.status[r] == CD_OK && g.shm[r]->rounds == g.shm[0]->rounds);
+                CHECK(g.shm[0]->rounds > rounds + 1); /* one is the ticket */
+            }
+            shm_ranks_free(&g);
+        }
 }
 
 int main(void)
@@ -327,6 +386,7 @@ int main(void)
     test_abort_in_the_middle();
     test_open_refuses();
     test_reading_cut_off();
+    test_reading_that_fails();
     puts("coll shm faults: ok");
     return 0;
 }
