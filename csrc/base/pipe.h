@@ -5,6 +5,7 @@
 
 #include "base/status.h"
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -37,6 +38,12 @@ struct cd_pipe {
     const cd_pipe_ops *ops;
     int fd;   /* for poll(2); −1 for memory, which must be looked at */
     int peer; /* world rank */
+    /* CD_PIPE_OFFERS words each in memory that both sides share, zero at first, for the agreement on bodies that are read: the
+     * own offers and the peer's (see net/mesh_reach.c). NULL where read_peer is. */
+    _Atomic uint32_t *offers, *peer_offers;
 };
+
+/* So many messages each way can be under way to be read; they take half a KiB of each ring. */
+#define CD_PIPE_OFFERS 128u
 
 #endif

@@ -142,7 +142,9 @@ cd_status cd_p2p_run(cd_group *g, cd_op *op, cd_patience *patience)
             cd_error why = *cd_last_error();
             cd_mesh_cancel(g->world->mesh, &xfer);
             cd_fail_with(&why);
-            status = soften(g, op, status, &xfer, &watch);
+            /* The receiver may have taken it at the last moment. */
+            bool is_fine = status != CD_INTERRUPTED && !xfer.error;
+            status = is_fine ? CD_OK : soften(g, op, status, &xfer, &watch);
         }
     }
     if (status == CD_OK && op->kind == CD_RECV) {

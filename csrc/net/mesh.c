@@ -229,6 +229,10 @@ static void cancel_send(cd_mesh *mesh, cd_xfer *x)
         break;
     case CD_XFER_ASKED:
         cd_xfers_remove(&p->asked, x);
+        if (!cd_mesh_withdraw(mesh, x)) {
+            cd_mesh_delivered(mesh, x);
+            return;
+        }
         cd_mesh_control(mesh, x->peer, CD_FRAME_DROP, x->ticket, 0);
         break;
     case CD_XFER_BODY:
@@ -266,7 +270,7 @@ static void cancel_recv(cd_mesh *mesh, cd_xfer *x)
         p->in.to = NULL;
         break;
     case CD_XFER_READING:
-    case CD_XFER_TOOK:
+    case CD_XFER_LATE:
     case CD_XFER_ARRIVING:
         cd_xfers_remove(x->state == CD_XFER_READING ? &p->reading : &p->arriving, x);
         if (p->in.xfer == x) {

@@ -32,6 +32,13 @@ typedef struct {
     int64_t tag;
 } cd_match;
 
+/* Where the body of a large message lies in the sender's process, and which of its offers to this peer it is, from 1. there 0:
+ * not to be read. */
+typedef struct {
+    uint64_t there;
+    uint32_t number, zero;
+} cd_offer;
+
 /* One send or receive. The caller provides the memory (in a Work or on its stack), which must stay until the transfer is
  * complete or cancelled. Fields are the mesh's; read `error`, `source` and `bytes` after completion. */
 typedef struct cd_xfer {
@@ -48,7 +55,7 @@ typedef struct cd_xfer {
     uint32_t state, ticket, their_ticket;
     uint32_t their_signature; /* after CD_MISMATCH: what the other side posted */
     size_t their_bytes;
-    uint64_t there;        /* receive: where the body lies in the sender's process */
+    cd_offer offer;        /* send: its own; receive: that of the message */
     uint64_t took_ns;      /* receive of a large message: spent on its body so far; while it comes in pieces, when it began */
     int source;            /* receive: the world rank that sent */
     cd_error *error;       /* NULL = fine; owned by the transfer: free with cd_xfer_clear */
@@ -78,7 +85,8 @@ void cd_mesh_recv(cd_mesh *mesh, cd_xfer *xfer, int peer, cd_match match, uint32
 cd_status cd_mesh_wait(cd_mesh *mesh, cd_xfer *const *xfers, int count, const cd_patience *patience) CD_MUST_USE;
 /* One turn of progress; true when complete. */
 bool cd_mesh_test(cd_mesh *mesh, cd_xfer *xfer);
-/* After return the mesh touches neither the transfer nor its data; unless it was complete, its error is CD_ABORTED. The part
+/* After return the mesh touches neither the transfer nor its data; unless it was complete, its error is CD_ABORTED. A send whose
+ * message the receiver has read and taken is complete (without error), although this side may hear of it only here. The part
  * of a send that must still go out (the rest of an eager message or of a segment) is copied first. A message that was
  * announced but not sent to its end fails the other side's transfer with CD_ABORTED. */
 void cd_mesh_cancel(cd_mesh *mesh, cd_xfer *xfer);

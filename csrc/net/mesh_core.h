@@ -29,7 +29,7 @@ typedef enum {
     CD_XFER_DIRECT,   /* receive: the eager body that is coming in goes to its memory */
     CD_XFER_ARRIVING, /* receive: in peer->arriving, the sender was told */
     CD_XFER_READING,  /* receive: in peer->reading, the body is read in the sender's memory */
-    CD_XFER_TOOK      /* receive: in peer->arriving, the body was read; the sender is to confirm */
+    CD_XFER_LATE      /* receive: in peer->arriving, what was read had been withdrawn; DROP is on its way */
 } cd_xfer_state;
 
 typedef struct {
@@ -47,7 +47,7 @@ typedef struct cd_kept {
     bool is_whole;
     cd_xfer *claimed;  /* the receive that gets it when its body is in */
     cd_xfer *self;     /* the own send whose memory has the body */
-    uint64_t there;    /* announced: where the body lies in the sender's process, 0: not to be read there */
+    cd_offer offer;    /* announced */
     char body[];
 } cd_kept;
 
@@ -60,7 +60,9 @@ typedef struct {
     size_t untold;     /* failed sends that this peer's loss ended and nobody has asked about */
     bool loss_is_known; /* the user has been told of it */
     cd_xfers first, asked, bodies, posted, arriving, reading;
-    cd_pace pace[3]; /* of large messages from this peer by size, see mesh_reach.c */
+    cd_pace pace[4];   /* of large messages from this peer by size, see mesh_reach.c */
+    uint32_t offers;   /* made to this peer */
+    uint64_t body_ns;  /* when the last body came to its end in pieces */
     cd_kept *kept, **kept_last;
     size_t kept_bytes;
     bool told_slow;    /* we asked the peer to announce everything */
@@ -150,7 +152,7 @@ void cd_mesh_accept(cd_mesh *mesh, int source, cd_kept *kept, cd_xfer *xfer);
  * a message that was only announced, whose sender is told; −1: its body comes anyway. */
 bool cd_mesh_admits(cd_mesh *mesh, int source, cd_xfer *xfer, size_t bytes, uint32_t signature, int64_t ticket);
 /* The receive gets an announced message: begins to read it at `there`, or asks for it. */
-void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, uint64_t there, size_t bytes, cd_xfer *xfer);
+void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, cd_offer offer, size_t bytes, cd_xfer *xfer);
 /* Tells the sender that the receive stands ready for the body. */
 void cd_mesh_invite_body(cd_mesh *mesh, int source, cd_xfer *xfer);
 bool cd_mesh_is_forgotten(const cd_mesh *mesh, uint64_t context);
@@ -175,16 +177,19 @@ void cd_mesh_count_sent(cd_mesh *mesh, uint64_t bytes);
 bool cd_mesh_detach_output(cd_mesh *mesh, int peer, cd_xfer *xfer);
 
 /* mesh_reach.c */
-/* The address that the announcement of a send names, 0: none. */
-uint64_t cd_mesh_offer(const cd_mesh *mesh, const cd_mesh_peer *peer, const cd_xfer *xfer);
+/* Offers the body of a send that is announced now. */
+void cd_mesh_offer(const cd_mesh *mesh, cd_mesh_peer *peer, cd_xfer *xfer);
+/* Before an announced send ends otherwise than by TOOK. False: the receiver has taken it meanwhile, so that it was delivered. */
+bool cd_mesh_withdraw(cd_mesh *mesh, cd_xfer *xfer);
+/* Completes a send whose body was read. */
+void cd_mesh_delivered(cd_mesh *mesh, cd_xfer *xfer);
 /* Whether to read a body of that many bytes. */
-bool cd_mesh_reads(const cd_mesh *mesh, cd_mesh_peer *peer, uint64_t there, size_t bytes);
+bool cd_mesh_reads(const cd_mesh *mesh, cd_mesh_peer *peer, cd_offer offer, size_t bytes);
 /* Reads the next part of the first of peer->reading; true. */
 bool cd_mesh_read_some(cd_mesh *mesh, int peer);
 void cd_mesh_take_took(cd_mesh *mesh, int peer, const cd_frame *frame);
-void cd_mesh_take_held(cd_mesh *mesh, int peer, const cd_frame *frame);
-/* A body has come one way or the other in that time. */
-void cd_mesh_note_pace(cd_mesh_peer *peer, const cd_xfer *xfer, bool read, uint64_t ns);
+/* A body has come in pieces. */
+void cd_mesh_note_pieces(cd_mesh_peer *peer, const cd_xfer *xfer);
 
 /* mesh_wait.c */
 /* Unlocks, and wakes those that sleep if there is news for them. */

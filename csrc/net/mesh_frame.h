@@ -26,9 +26,7 @@ typedef enum {
                         CD_MISMATCH: `bytes` and `signature` of the receive; CD_PEER_LOST: it left the group */
     CD_FRAME_SLOW,   /* announce everything from now on */
     CD_FRAME_FAST,   /* send small messages eagerly again */
-    CD_FRAME_TOOK,   /* the receiver has read the body in the sender's memory; `ticket` of the sender, `offset` = ticket of
-                        the receiver */
-    CD_FRAME_HELD,   /* the send was still posted when TOOK came, so what was read is the message; `ticket` of the receiver */
+    CD_FRAME_TOOK,   /* the receiver has read the body in the sender's memory and taken the offer; `ticket` of the sender */
     CD_FRAME_KINDS
 } cd_frame_kind;
 
@@ -46,7 +44,7 @@ typedef struct {
     uint32_t ticket;
     union {
         char inline_body[CD_FRAME_INLINE]; /* of an EAGER message that fits here: nothing follows the header then */
-        uint64_t there;                    /* ASK: address of the body in the sender's process; 0: not to be read there */
+        cd_offer offer;                    /* ASK */
     };
 } cd_frame;
 _Static_assert(sizeof(cd_frame) == 64 && offsetof(cd_frame, inline_body) == 40, "crosses processes and hosts");

@@ -273,24 +273,25 @@ bool cd_mesh_admits(cd_mesh *mesh, int source, cd_xfer *x, size_t bytes, uint32_
 void cd_mesh_invite_body(cd_mesh *mesh, int source, cd_xfer *x)
 {
     x->moved = 0;
+    x->took_ns = x->bytes ? cd_now_ns() : 0;
     x->state = CD_XFER_ARRIVING;
     cd_xfers_push(&mesh->peers[source].arriving, x);
     cd_mesh_control(mesh, source, CD_FRAME_READY, x->their_ticket, x->ticket);
 }
 
-void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, uint64_t there, size_t bytes, cd_xfer *x)
+void cd_mesh_invite(cd_mesh *mesh, int source, uint32_t their_ticket, cd_offer offer, size_t bytes, cd_xfer *x)
 {
     cd_mesh_peer *p = &mesh->peers[source];
     x->source = source;
     x->bytes = bytes;
     x->ticket = ++mesh->ticket;
     x->their_ticket = their_ticket;
-    if (!cd_mesh_reads(mesh, p, there, bytes)) {
+    if (!cd_mesh_reads(mesh, p, offer, bytes)) {
         cd_mesh_invite_body(mesh, source, x);
         return;
     }
     x->moved = 0;
-    x->there = there;
+    x->offer = offer;
     x->state = CD_XFER_READING;
     cd_xfers_push(&p->reading, x);
 }
@@ -324,7 +325,7 @@ void cd_mesh_accept(cd_mesh *mesh, int source, cd_kept *kept, cd_xfer *x)
         return;
     }
     if (kept->is_announced) {
-        cd_mesh_invite(mesh, source, kept->ticket, kept->there, kept->bytes, x);
+        cd_mesh_invite(mesh, source, kept->ticket, kept->offer, kept->bytes, x);
         cd_mesh_drop_kept(mesh, source, kept);
         return;
     }
@@ -358,8 +359,12 @@ static void fail_all(cd_mesh *mesh, cd_xfers *list, const cd_error *why)
 {
     while (list->first) {
         cd_xfer *x = list->first;
+        bool is_taken = x->state == CD_XFER_ASKED && !cd_mesh_withdraw(mesh, x);
         cd_xfers_remove(list, x);
-        cd_mesh_complete(mesh, x, why);
+        if (is_taken)
+            cd_mesh_delivered(mesh, x);
+        else
+            cd_mesh_complete(mesh, x, why);
     }
 }
 

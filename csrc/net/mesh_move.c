@@ -78,7 +78,8 @@ static void start_message(cd_mesh *mesh, cd_mesh_peer *p, cd_xfer *x)
                               .signature = x->signature};
     if (!eager) {
         x->ticket = p->out.frame.ticket = ++mesh->ticket;
-        p->out.frame.there = cd_mesh_offer(mesh, p, x);
+        cd_mesh_offer(mesh, p, x);
+        p->out.frame.offer = x->offer;
         x->state = CD_XFER_ASKED;
         cd_xfers_push(&p->asked, x);
         return;
@@ -252,7 +253,7 @@ static cd_status take_ask(cd_mesh *mesh, int peer, const cd_frame *f)
     cd_xfer *x = cd_mesh_take_posted(mesh, peer, match);
     if (x) {
         if (cd_mesh_admits(mesh, peer, x, (size_t)f->bytes, f->signature, f->ticket))
-            cd_mesh_invite(mesh, peer, f->ticket, f->there, (size_t)f->bytes, x);
+            cd_mesh_invite(mesh, peer, f->ticket, f->offer, (size_t)f->bytes, x);
     } else if (cd_mesh_is_forgotten(mesh, match.context)) {
         cd_mesh_control(mesh, peer, CD_FRAME_REFUSE, f->ticket, CD_PEER_LOST);
     } else {
@@ -260,17 +261,19 @@ static cd_status take_ask(cd_mesh *mesh, int peer, const cd_frame *f)
         if (!kept)
             return cd_last_error()->code;
         kept->is_announced = true;
-        kept->there = f->there;
+        kept->offer = f->offer;
     }
     return CD_OK;
 }
 
-static void take_ready(cd_mesh_peer *p, const cd_frame *f)
+static void take_ready(cd_mesh *mesh, int peer, const cd_frame *f)
 {
+    cd_mesh_peer *p = &mesh->peers[peer];
     cd_xfer *x = cd_xfers_find(&p->asked, f->ticket);
     if (!x)
         return; /* cancelled in the meantime; DROP is on its way */
     cd_xfers_remove(&p->asked, x);
+    (void)cd_mesh_withdraw(mesh, x); /* who wants it in pieces does not take it otherwise */
     x->their_ticket = (uint32_t)f->offset;
     x->moved = 0;
     x->state = CD_XFER_BODY;
@@ -286,8 +289,6 @@ static cd_status take_segment(cd_mesh *mesh, int peer, const cd_frame *f)
     if (f->offset != x->moved || f->bytes > x->bytes - x->moved || (f->bytes == 0 && x->bytes != 0))
         return cd_fail_rank(CD_PROTOCOL, peer, "rank %d sends %llu bytes at %llu of a message of %zu, of which %zu are here",
                             peer, (unsigned long long)f->bytes, (unsigned long long)f->offset, x->bytes, x->moved);
-    if (x->moved == 0)
-        x->took_ns = cd_now_ns(); /* when it began */
     p->in.xfer = x;
     p->in.to = f->bytes ? x->data + x->moved : NULL;
     return CD_OK;
@@ -326,6 +327,8 @@ static void take_refusal(cd_mesh *mesh, int peer, const cd_frame *f)
     }
     if (!x || !cd_mesh_detach_output(mesh, peer, x))
         return;
+    if (list == &p->asked)
+        (void)cd_mesh_withdraw(mesh, x); /* who refuses it has not taken it */
     cd_xfers_remove(list, x);
     x->their_signature = f->signature;
     x->their_bytes = (size_t)f->bytes;
@@ -357,13 +360,12 @@ static cd_status take_header(cd_mesh *mesh, int peer)
     case CD_FRAME_EAGER: return take_eager(mesh, peer, f);
     case CD_FRAME_ASK: return take_ask(mesh, peer, f);
     case CD_FRAME_BODY: return take_segment(mesh, peer, f);
-    case CD_FRAME_READY: take_ready(p, f); break;
+    case CD_FRAME_READY: take_ready(mesh, peer, f); break;
     case CD_FRAME_DROP: take_drop(mesh, peer, f); break;
     case CD_FRAME_REFUSE: take_refusal(mesh, peer, f); break;
     case CD_FRAME_SLOW: p->is_slow = true; break;
     case CD_FRAME_FAST: p->is_slow = false; break;
     case CD_FRAME_TOOK: cd_mesh_take_took(mesh, peer, f); break;
-    case CD_FRAME_HELD: cd_mesh_take_held(mesh, peer, f); break;
     case CD_FRAME_KINDS: break;
     }
     return CD_OK;
@@ -382,7 +384,7 @@ static void finish_input(cd_mesh *mesh, int peer)
         if (x->moved < x->bytes)
             return;
         cd_xfers_remove(&p->arriving, x);
-        cd_mesh_note_pace(p, x, false, cd_now_ns() - x->took_ns);
+        cd_mesh_note_pieces(p, x);
     }
     if (x)
         cd_mesh_complete(mesh, x, NULL);

@@ -2,23 +2,25 @@
  * of having them sent through the pipe.
  *
  *   sender                     receiver
- *   ASK (address of the body)
+ *   offers the body: a word
+ *   ASK (address, offer)
  *                              reads
- *                              TOOK
- *   completes its send, HELD
- *                              completes its receive
+ *                              takes the offer, completes its receive, TOOK
+ *   completes its send
  *
- * The receive is complete only when the sender has said that the send was still posted when it learnt of TOOK: so its memory
- * held the message all the time. A send that is cancelled before answers TOOK with nothing, its DROP fails the receive; what was
- * read is never delivered. Nobody ever writes into another process, so a receive that was cancelled is written by nobody.
- * Whatever goes wrong with reading (the kernel refuses, memory that it cannot read, a process that is gone), the receiver asks
- * for the body through the pipe as if it had not tried.
+ * The offer is a word in memory that both share, and one of the two ends it, in one atomic step: the receiver when it has read
+ * all, or the sender before it gives its memory back in any other way (it cancels, loses the peer, closes). So what is delivered
+ * is the message, which the sender's memory held all the time. A receiver that comes too late delivers nothing and gets DROP; a
+ * sender that comes too late finds its send delivered. Nobody ever writes into another process, so a receive that was cancelled
+ * is written by nobody. Whatever goes wrong with reading (the kernel refuses, memory that it cannot read, a process that is
+ * gone), the receiver asks for the body through the pipe as if it had not tried.
  *
  * Which way is faster depends on the pages (reading costs the kernel about 0.7 µs for each small one) and on where the two
  * processes run: a ring is quick where they share a cache and slow where they do not, which a virtual machine does not say. µs
  * one way between 2 ranks on an EPYC: 1 MiB through the ring 35, read 42 on huge pages, 91 on small ones; 64 MiB 4277, 5079,
  * 14390. With the cores far apart, where the ring is written past the caches (see shm/channel.c), 1 MiB 113 and 134, 64 MiB
- * 11600 and 12600. So it is measured as it goes, for each peer.
+ * 11600 and 12600. So it is measured as it goes, for each peer, through the pipe from the invitation of the body on, since that
+ * waits for the sender.
  *
  * Where large messages go both ways at once no core is idle, and what counts is the work of both: a ring costs each rank a write
  * and a read of every byte, reading one copy. Then everything is read. 64 messages of 1 MiB each way between 2 ranks on a 2-core
@@ -29,27 +31,66 @@
  * without, 64 MiB 12500 to 13500 and 12100 to 13100. */
 #include "net/mesh_core.h"
 
-/* Smaller ones are never faster to read than through a ring in cache. */
-#define REACH_LEAST (UINT64_C(128) << 10)
+/* Everything that is announced. Even 20 KiB are read in 1.4 µs where the reader has them in its cache, in 3.6 where the sender
+ * has just written them and the cores share none (2-core Xeon). */
+#define REACH_LEAST ((uint64_t)CD_MESH_EAGER + 1)
 /* Read at a time, with the lock held. */
 #define TURN_BYTES (UINT64_C(1) << 20)
 enum { WAY_READ, WAY_RING, WAYS };
 
 static cd_pace *pace_of(cd_mesh_peer *p, size_t bytes)
 {
-    return &p->pace[bytes < UINT64_C(1) << 20 ? 0 : bytes < UINT64_C(16) << 20 ? 1 : 2];
+    return &p->pace[bytes < UINT64_C(128) << 10 ? 0 : bytes < UINT64_C(1) << 20 ? 1 : bytes < UINT64_C(16) << 20 ? 2 : 3];
 }
 
-void cd_mesh_note_pace(cd_mesh_peer *p, const cd_xfer *x, bool read, uint64_t ns)
+void cd_mesh_note_pieces(cd_mesh_peer *p, const cd_xfer *x)
 {
+    uint64_t now_ns = cd_now_ns(), began_ns = x->took_ns > p->body_ns ? x->took_ns : p->body_ns;
+    p->body_ns = now_ns;
     if (x->bytes >= REACH_LEAST)
-        cd_pace_note(pace_of(p, x->bytes), read ? WAY_READ : WAY_RING, x->bytes, ns);
+        cd_pace_note(pace_of(p, x->bytes), WAY_RING, x->bytes, now_ns - began_ns);
 }
 
-uint64_t cd_mesh_offer(const cd_mesh *mesh, const cd_mesh_peer *p, const cd_xfer *x)
+/* The word of an offer: its number and this bit while it stands, 0 when it was taken or withdrawn. The number comes again after
+ * 2^31 others, long after its DROP. */
+static uint32_t offer_word(cd_offer offer)
 {
-    bool offers = p->pipe->ops->read_peer && mesh->reach != CD_MESH_REACH_NEVER && x->bytes >= REACH_LEAST;
-    return offers ? (uint64_t)(uintptr_t)x->data : 0;
+    return offer.number << 1 | 1;
+}
+
+void cd_mesh_offer(const cd_mesh *mesh, cd_mesh_peer *p, cd_xfer *x)
+{
+    if (!p->pipe->offers || mesh->reach == CD_MESH_REACH_NEVER || x->bytes < REACH_LEAST)
+        return;
+    cd_offer offer = {.there = (uint64_t)(uintptr_t)x->data, .number = p->offers + 1};
+    _Atomic uint32_t *word = &p->pipe->offers[offer.number % CD_PIPE_OFFERS];
+    /* Relaxed: only this side sets the bit. It stands: an older message still waits in this place. */
+    if (atomic_load_explicit(word, memory_order_relaxed) & 1)
+        return;
+    p->offers++;
+    /* Relaxed: the announcement, which is released behind it, tells of the word. */
+    atomic_store_explicit(word, offer_word(offer), memory_order_relaxed);
+    x->offer = offer;
+}
+
+/* One of two ends an offer: the receiver, which takes what it has read, or the sender, which withdraws it. Acquire and release:
+ * who takes it has read before, and what the sender then does with its memory comes after. */
+static bool end_offer(_Atomic uint32_t *words, cd_offer offer)
+{
+    uint32_t stands = offer_word(offer);
+    return atomic_compare_exchange_strong_explicit(&words[offer.number % CD_PIPE_OFFERS], &stands, 0, memory_order_acq_rel,
+                                                   memory_order_acquire);
+}
+
+bool cd_mesh_withdraw(cd_mesh *mesh, cd_xfer *x)
+{
+    return !x->offer.there || end_offer(mesh->peers[x->peer].pipe->offers, x->offer);
+}
+
+void cd_mesh_delivered(cd_mesh *mesh, cd_xfer *x)
+{
+    cd_mesh_count_sent(mesh, x->bytes);
+    cd_mesh_complete(mesh, x, NULL);
 }
 
 /* Do large messages go to this peer, too? The oldest speaks for all. */
@@ -59,14 +100,29 @@ static bool goes_both_ways(const cd_mesh_peer *p)
     return (asked && asked->bytes >= REACH_LEAST) || (body && body->bytes >= REACH_LEAST);
 }
 
-bool cd_mesh_reads(const cd_mesh *mesh, cd_mesh_peer *p, uint64_t there, size_t bytes)
+bool cd_mesh_reads(const cd_mesh *mesh, cd_mesh_peer *p, cd_offer offer, size_t bytes)
 {
-    if (!there || mesh->reach == CD_MESH_REACH_NEVER || bytes < REACH_LEAST || !p->pipe || !p->pipe->ops->read_peer ||
+    if (!offer.there || mesh->reach == CD_MESH_REACH_NEVER || bytes < REACH_LEAST || !p->pipe || !p->pipe->peer_offers ||
         !p->pipe->ops->reaches_peer(p->pipe))
         return false;
     if (mesh->reach == CD_MESH_REACH_ALWAYS || goes_both_ways(p))
         return true;
     return cd_pace_way(pace_of(p, bytes), WAYS, bytes, cd_now_ns()) == WAY_READ;
+}
+
+/* All is read. */
+static void take_offer(cd_mesh *mesh, int peer, cd_xfer *x)
+{
+    cd_mesh_peer *p = &mesh->peers[peer];
+    cd_pace_note(pace_of(p, x->bytes), WAY_READ, x->bytes, x->took_ns);
+    cd_xfers_remove(&p->reading, x);
+    if (!end_offer(p->pipe->peer_offers, x->offer)) {
+        x->state = CD_XFER_LATE;
+        cd_xfers_push(&p->arriving, x);
+        return;
+    }
+    cd_mesh_control(mesh, peer, CD_FRAME_TOOK, x->their_ticket, 0);
+    cd_mesh_complete(mesh, x, NULL);
 }
 
 bool cd_mesh_read_some(cd_mesh *mesh, int peer)
@@ -76,20 +132,15 @@ bool cd_mesh_read_some(cd_mesh *mesh, int peer)
     size_t left = x->bytes - x->moved;
     size_t n = left < TURN_BYTES ? left : (size_t)TURN_BYTES;
     uint64_t began_ns = cd_now_ns();
-    if (!p->pipe->ops->read_peer(p->pipe, x->data + x->moved, x->there + x->moved, n)) {
+    if (!p->pipe->ops->read_peer(p->pipe, x->data + x->moved, x->offer.there + x->moved, n)) {
         cd_xfers_remove(&p->reading, x);
         cd_mesh_invite_body(mesh, peer, x);
         return true;
     }
     x->moved += n;
     x->took_ns += cd_now_ns() - began_ns;
-    if (x->moved == x->bytes) {
-        cd_mesh_note_pace(p, x, true, x->took_ns);
-        cd_xfers_remove(&p->reading, x);
-        x->state = CD_XFER_TOOK;
-        cd_xfers_push(&p->arriving, x);
-        cd_mesh_control(mesh, peer, CD_FRAME_TOOK, x->their_ticket, x->ticket);
-    }
+    if (x->moved == x->bytes)
+        take_offer(mesh, peer, x);
     return true;
 }
 
@@ -98,19 +149,7 @@ void cd_mesh_take_took(cd_mesh *mesh, int peer, const cd_frame *f)
     cd_mesh_peer *p = &mesh->peers[peer];
     cd_xfer *x = cd_xfers_find(&p->asked, f->ticket);
     if (!x)
-        return; /* cancelled in the meantime; DROP is on its way */
+        return; /* it learnt so when it was to be withdrawn */
     cd_xfers_remove(&p->asked, x);
-    cd_mesh_count_sent(mesh, x->bytes);
-    cd_mesh_complete(mesh, x, NULL);
-    cd_mesh_control(mesh, peer, CD_FRAME_HELD, (uint32_t)f->offset, 0);
-}
-
-void cd_mesh_take_held(cd_mesh *mesh, int peer, const cd_frame *f)
-{
-    cd_mesh_peer *p = &mesh->peers[peer];
-    cd_xfer *x = cd_xfers_find(&p->arriving, f->ticket);
-    if (!x || x->state != CD_XFER_TOOK)
-        return; /* cancelled in the meantime */
-    cd_xfers_remove(&p->arriving, x);
-    cd_mesh_complete(mesh, x, NULL);
+    cd_mesh_delivered(mesh, x);
 }

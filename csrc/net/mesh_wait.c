@@ -285,53 +285,58 @@ cd_status cd_mesh_probe(cd_mesh *mesh, int peer, cd_match match, size_t *bytes_p
     }
 }
 
-/* Sleeps until nobody waits. Each look takes a core from a copy, so they become rarer: the helper is late by no more than the
- * wait was long. Without the lock, which is held for as long as a megabyte takes, and whose holder would have to wake the helper
- * then. */
-static void sleep_beside_waiters(cd_mesh *mesh)
+/* Sleeps while others move everything: as long as threads wait, or once. Each look takes a core from a copy, so they become
+ * rarer (*nap_ns): the helper is late by no more than the others were at it. */
+static void sleep_beside_others(cd_mesh *mesh, uint64_t *nap_ns)
 {
-    uint64_t nap_ns = NAP_HELPER_NS;
     do {
-        cd_sleep_ns(nap_ns);
-        nap_ns = 2 * nap_ns < NAP_BESIDE_NS ? 2 * nap_ns : NAP_BESIDE_NS;
+        cd_sleep_ns(*nap_ns);
+        *nap_ns = 2 * *nap_ns < NAP_BESIDE_NS ? 2 * *nap_ns : NAP_BESIDE_NS;
     } while (atomic_load_explicit(&mesh->waiters, memory_order_relaxed) > 0);
 }
 
-/* The helper: moves asynchronous transfers while no thread waits. */
+/* The helper: moves asynchronous transfers while no thread waits. It never waits for the lock: whoever holds it moves them,
+ * for as long as a megabyte takes, and would have to wake the helper by a system call when it gives the lock back, again and
+ * again. */
 static void *drive(void *arg)
 {
     cd_mesh *mesh = arg;
     int idle = 0;
-    uint64_t last_ns = cd_now_ns(), visits = 0;
-    pthread_mutex_lock(&mesh->lock);
-    while (!mesh->stopping) {
+    uint64_t last_ns = cd_now_ns(), visits = 0, nap_ns = NAP_HELPER_NS;
+    for (;;) {
+        if (atomic_load_explicit(&mesh->waiters, memory_order_relaxed) > 0 || pthread_mutex_trylock(&mesh->lock) != 0) {
+            sleep_beside_others(mesh, &nap_ns);
+            continue;
+        }
         mesh->has_rest = mesh->has_rest && cd_mesh_has_rest(mesh);
         bool has_work = mesh->async_count > 0 || mesh->has_rest;
-        if (has_work) {
+        if (has_work)
             last_ns = cd_now_ns();
-        } else if (cd_now_ns() - last_ns > HELPER_LINGER_NS) {
+        while (!has_work && !mesh->stopping && cd_now_ns() - last_ns > HELPER_LINGER_NS) {
             mesh->helper_sleeps = true;
             pthread_cond_wait(&mesh->work, &mesh->lock);
             mesh->helper_sleeps = false;
-            continue;
+            last_ns = cd_now_ns();
         }
-        /* Who posts one transfer after the other moves them too, and is only held up by a second thread that wants the lock
-         * and a core. */
+        bool stops = mesh->stopping;
+        /* Who posts one transfer after the other moves them too, and is only held up by a second thread that wants a core. */
         bool is_busy = visits != mesh->visits;
         visits = mesh->visits;
         pthread_mutex_unlock(&mesh->lock);
-        if (atomic_load_explicit(&mesh->waiters, memory_order_relaxed) > 0)
-            sleep_beside_waiters(mesh);
-        else if (!has_work || is_busy)
+        if (stops)
+            return NULL;
+        if (is_busy) {
+            sleep_beside_others(mesh, &nap_ns);
+            continue;
+        }
+        nap_ns = NAP_HELPER_NS;
+        if (!has_work)
             cd_sleep_ns(NAP_HELPER_NS);
         else if (turn(mesh))
             idle = 0;
         else
             nap(mesh, NULL, 0, NAP_MOST_NS, idle++ < HELPER_EAGER_TURNS ? NAP_MEMORY_NS : NAP_HELPER_NS);
-        pthread_mutex_lock(&mesh->lock);
     }
-    pthread_mutex_unlock(&mesh->lock);
-    return NULL;
 }
 
 void cd_mesh_start_helper(cd_mesh *mesh)

@@ -35,9 +35,11 @@ typedef struct {
     /* the reader's line */
     CD_ALIGNED(CD_LINE) _Atomic uint64_t tail;
     _Atomic uint32_t reader_closed;
+    /* of both: the writer's offers */
+    CD_ALIGNED(CD_LINE) _Atomic uint32_t offers[CD_PIPE_OFFERS];
     CD_ALIGNED(CD_LINE) char data[];
 } ring;
-_Static_assert(sizeof(ring) == 2 * CD_LINE, "layout is shared between processes");
+_Static_assert(sizeof(ring) == 2 * CD_LINE + CD_PIPE_OFFERS * 4, "layout is shared between processes");
 
 typedef struct {
     cd_pipe pipe;
@@ -276,6 +278,8 @@ cd_status cd_channel_open(void *memory, int ranks, int local, int peer_local, in
     c->in_tail = atomic_load_explicit(&c->in->tail, memory_order_relaxed);
     c->out_tail = atomic_load_explicit(&c->out->tail, memory_order_acquire);
     c->in_head = c->in_tail;
+    c->pipe.offers = c->out->offers;
+    c->pipe.peer_offers = c->in->offers;
     cd_reach_offer(&c->out->card, &c->token);
     *out = &c->pipe;
     return CD_OK;

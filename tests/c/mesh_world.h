@@ -88,6 +88,27 @@ static inline cd_patience patience_s(double seconds, int ranks)
     return cd_patience_until(cd_deadline_after_ns((uint64_t)(seconds * 1e9)), ranks);
 }
 
+enum { LARGE = 3 * 1000 * 1000 + 17 };
+
+static inline uint8_t pattern(int from, int to, size_t i)
+{
+    return (uint8_t)(i * 31 + (i >> 8) + (size_t)from * 7 + (size_t)to * 3);
+}
+
+static inline uint8_t *make_message(int from, int to, size_t bytes)
+{
+    uint8_t *data = malloc(bytes + 1);
+    for (size_t i = 0; i < bytes; i++)
+        data[i] = pattern(from, to, i);
+    return data;
+}
+
+static inline void check_message(const uint8_t *data, int from, int to, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++)
+        CHECK(data[i] == pattern(from, to, i));
+}
+
 /* Blocking send and receive. */
 static inline cd_status send_to(cd_mesh *mesh, int peer, int64_t tag, const void *data, size_t bytes, double seconds)
 {

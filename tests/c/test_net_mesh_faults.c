@@ -59,7 +59,7 @@ static cd_pipe *make_narrow(cd_pipe *inner, uint64_t seed, size_t most)
 {
     narrow *n = calloc(1, sizeof *n);
     CHECK(n);
-    *n = (narrow){{&narrow_ops, inner->fd, inner->peer}, inner, seed * 2654435761u + 1, most};
+    *n = (narrow){{.ops = &narrow_ops, .fd = inner->fd, .peer = inner->peer}, inner, seed * 2654435761u + 1, most};
     return &n->pipe;
 }
 
@@ -224,7 +224,7 @@ static void test_random_frames(void)
     for (int round = 0; round < 25000; round++) {
         cd_mesh *mesh;
         CHECK_OK(cd_mesh_create(0, 2, &mesh));
-        script s = {.pipe = {&script_ops, -1, 1}, .bytes = bytes};
+        script s = {.pipe = {.ops = &script_ops, .fd = -1, .peer = 1}, .bytes = bytes};
         s.count = make_script(&random, bytes, 8192);
         cd_mesh_attach(mesh, &s.pipe);
         cd_xfer x[6];

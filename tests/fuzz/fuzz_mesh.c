@@ -54,7 +54,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes)
     fed_pipe *fed = malloc(sizeof *fed);
     if (!fed || cd_mesh_create(0, 2, &mesh) != CD_OK)
         __builtin_trap();
-    *fed = (fed_pipe){{&ops, -1, 1}, data + 1, data + bytes, data[0] ? data[0] : 4096};
+    *fed = (fed_pipe){{.ops = &ops, .fd = -1, .peer = 1}, data + 1, data + bytes, data[0] ? data[0] : 4096};
     cd_mesh_attach(mesh, &fed->base);
     static char memory[4][1 << 16];
     cd_xfer xfers[4] = {0};
