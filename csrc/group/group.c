@@ -100,6 +100,7 @@ static cd_status allocate(cd_world *w, const int *ranks, int count, cd_group **o
     pthread_mutex_init(&g->device_lock, 0);
     pthread_mutex_init(&g->queue_lock, 0);
     pthread_mutex_init(&g->orphans_lock, 0);
+    pthread_mutex_init(&g->spares_lock, 0);
     pthread_cond_init(&g->queue_filled, 0);
     g->world_ranks = malloc((size_t)count * sizeof *g->world_ranks);
     g->index_of = malloc((size_t)w->world * sizeof *g->index_of);
@@ -437,6 +438,9 @@ void cd_group_release(cd_group *g)
     pthread_mutex_destroy(&g->device_lock);
     pthread_mutex_destroy(&g->queue_lock);
     pthread_mutex_destroy(&g->orphans_lock);
+    if (!forked) /* a thread that is not there may have been at it */
+        cd_spares_free(g);
+    pthread_mutex_destroy(&g->spares_lock);
     if (!forked) /* for the parent's worker, which waits there, it would wait for ever */
         pthread_cond_destroy(&g->queue_filled);
     cd_world *world = g->world;

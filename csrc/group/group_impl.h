@@ -48,6 +48,9 @@ struct cd_group {
 
     pthread_mutex_t orphans_lock; /* works that nobody holds any more but that still move, or run on the GPU */
     cd_work *_Atomic orphans; /* written under the lock; a look without it only says whether to take it */
+    pthread_mutex_t spares_lock;
+    cd_work *spares; /* memory of works that are over, for the next ones */
+    int spare_count;
 };
 
 /* Acquire: pairs with the release in cd_group_open_device; the monitor asks while a caller opens. */
@@ -95,5 +98,8 @@ cd_status cd_p2p_start(cd_group *group, cd_work *work);
 void cd_p2p_close(cd_group *group);
 /* Frees works that nobody holds and that are through; `cancel`: all of them. */
 void cd_orphans_reap(cd_group *group, bool cancel);
+
+/* work.c */
+void cd_spares_free(cd_group *group);
 
 #endif

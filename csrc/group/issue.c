@@ -488,13 +488,13 @@ static cd_status issue(cd_group *g, const cd_op *op, uint64_t timeout_ns, cd_dea
     work->latest = latest;
     bool is_p2p = is_message(op);
     int peer = !is_p2p ? op->root : op->peer < 0 ? -1 : g->world_ranks[op->peer];
-    work->record = cd_record_begin(g->page, op, g->context, peer, CD_RECORD_QUEUED);
+    bool begins = is_p2p && op->device != CD_CUDA;
+    work->record = cd_record_begin(g->page, op, g->context, peer, begins ? CD_RECORD_RUNNING : CD_RECORD_QUEUED);
     work->ticket = atomic_load_explicit(&work->record->ticket, memory_order_relaxed);
     cd_status status;
     if (op->device == CD_CUDA) {
         status = start_on_gpu(g, work, look);
     } else if (is_p2p) {
-        cd_record_start(work->record, work->ticket, 0);
         status = cd_p2p_start(g, work);
     } else {
         cd_work_retain(work); /* the queue's */

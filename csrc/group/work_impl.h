@@ -22,7 +22,7 @@ struct cd_work {
     cd_event *event;   /* GPU */
     bool joined;       /* a stream waits for it */
     const cd_backend_ops *event_ops;
-    bool is_p2p;
+    bool is_p2p, is_usual; /* usual: of a size that is used again */
     cd_xfer xfer;      /* SEND, RECV */
     void *packed;      /* p2p of a strided span: what travels */
     void *owner;

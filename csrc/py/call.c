@@ -267,17 +267,23 @@ typedef struct {
     void *scratch;
 } pinned;
 
+/* An array that needs nothing else. */
+static void free_object(void *object)
+{
+    if (!Py_IsInitialized()) /* the interpreter is gone, and the arrays with it */
+        return;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF((PyObject *)object);
+    PyGILState_Release(gil);
+}
+
 static void free_pinned(void *owner)
 {
     pinned *pin = owner;
     PyObject *objects = pin->objects;
     free(pin->scratch);
     free(pin);
-    if (!Py_IsInitialized()) /* the interpreter is gone, and the arrays with it */
-        return;
-    PyGILState_STATE gil = PyGILState_Ensure();
-    Py_DECREF(objects);
-    PyGILState_Release(gil);
+    free_object(objects);
 }
 
 static void keep_object(PyObject *objects, Py_ssize_t *at, const cd_py_array *array)
@@ -301,8 +307,14 @@ static PyObject *collect_objects(const cd_py_call *call)
     return objects;
 }
 
-static pinned *pin_call(cd_py_call *call)
+/* What the work is to own, with the function that frees it; NULL with MemoryError. */
+static void *pin_call(cd_py_call *call, void (**free_p)(void *))
 {
+    if (call->arrays == 1 && call->lists == 0 && !call->array[0].keep && !call->scratch) {
+        *free_p = free_object;
+        return Py_NewRef(call->array[0].object);
+    }
+    *free_p = free_pinned;
     pinned *pin = malloc(sizeof *pin);
     PyObject *objects = pin ? collect_objects(call) : NULL;
     if (!objects) {
@@ -313,18 +325,6 @@ static pinned *pin_call(cd_py_call *call)
     *pin = (pinned){objects, call->scratch};
     call->scratch = NULL;
     return pin;
-}
-
-static PyObject *list_of(PyObject *outputs)
-{
-    if (!outputs)
-        return PyList_New(0);
-    if (PyList_Check(outputs) || PyTuple_Check(outputs))
-        return PySequence_List(outputs);
-    PyObject *list = PyList_New(1);
-    if (list)
-        PyList_SET_ITEM(list, 0, Py_NewRef(outputs));
-    return list;
 }
 
 /* A launch waits while the GPU's queue is full, and the first of a kind for the other ranks. */
@@ -353,19 +353,22 @@ static cd_status open_for_issue(cd_py_call *call)
 static PyObject *issue_call(cd_py_call *call, PyObject *outputs)
 {
     cd_status status = open_for_issue(call);
-    PyObject *list = status == CD_OK ? list_of(outputs) : NULL;
-    pinned *pin = list ? pin_call(call) : NULL;
+    /* A list is copied, since the caller may change it. */
+    bool is_list = outputs && (PyList_Check(outputs) || PyTuple_Check(outputs));
+    PyObject *kept = is_list ? PySequence_List(outputs) : Py_XNewRef(outputs);
+    void (*free_pin)(void *);
+    void *pin = status == CD_OK && (kept || !outputs) ? pin_call(call, &free_pin) : NULL;
     cd_work *work = NULL;
     if (pin) {
         status = call->op.device == CD_CPU ? cd_group_issue(call->group->group, &call->op, call->timeout_ns, &work)
                                            : issue_on_gpu(call, &work);
         if (status != CD_OK)
-            free_pinned(pin);
+            free_pin(pin);
         else
-            cd_work_set_owner(work, pin, free_pinned);
+            cd_work_set_owner(work, pin, free_pin);
     }
     if (!work)
-        Py_XDECREF(list);
+        Py_XDECREF(kept);
     if (status != CD_OK)
         return cd_py_raise_from(call->state, status, call->function);
     if (!work)
@@ -373,7 +376,7 @@ static PyObject *issue_call(cd_py_call *call, PyObject *outputs)
     /* Not the array's word for its GPU, which some interfaces do not say. */
     int device = call->op.device == CD_CPU ? -1 : cd_gpu_describe(cd_group_backend(call->group->group, CD_CUDA)).index;
     const cd_py_array *array = first_array(call);
-    return cd_py_work_new(call->state, work, call->group, call->function, list, array ? array->object : NULL, device);
+    return cd_py_work_new(call->state, work, call->group, call->function, kept, array ? array->object : NULL, device);
 }
 
 PyObject *cd_py_call_end(cd_py_call *call, PyObject *outputs, bool ok)

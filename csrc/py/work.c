@@ -12,7 +12,7 @@ typedef struct {
     PyObject *weak;
     cd_work *work;
     PyObject *group;   /* kept: its world must outlive the operation */
-    PyObject *outputs; /* list */
+    PyObject *outputs; /* array, list of arrays, or NULL */
     PyObject *array;   /* whose framework's current stream waits for GPU work; NULL: none */
     PyObject *future;  /* made at first get_future() */
     const char *function;
@@ -25,7 +25,7 @@ PyObject *cd_py_work_new(cd_py_state *state, cd_work *work, cd_py_group *group, 
     PyTypeObject *type = (PyTypeObject *)state->work_type;
     cd_py_work *self = (cd_py_work *)type->tp_alloc(type, 0);
     if (!self) {
-        Py_DECREF(outputs);
+        Py_XDECREF(outputs);
         cd_work_release(work);
         return NULL;
     }
@@ -117,7 +117,13 @@ static PyObject *get_exception(PyObject *object, PyObject *unused)
 static PyObject *get_result(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PySequence_List(((cd_py_work *)object)->outputs);
+    PyObject *outputs = ((cd_py_work *)object)->outputs;
+    if (outputs && PyList_Check(outputs))
+        return PySequence_List(outputs);
+    PyObject *list = PyList_New(outputs ? 1 : 0);
+    if (list && outputs)
+        PyList_SET_ITEM(list, 0, Py_NewRef(outputs));
+    return list;
 }
 
 static PyObject *get_future(PyObject *object, PyObject *unused)
