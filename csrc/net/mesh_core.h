@@ -185,8 +185,8 @@ bool cd_mesh_withdraw(cd_mesh *mesh, cd_xfer *xfer);
 void cd_mesh_delivered(cd_mesh *mesh, cd_xfer *xfer);
 /* Whether to read a body of that many bytes. */
 bool cd_mesh_reads(const cd_mesh *mesh, cd_mesh_peer *peer, cd_offer offer, size_t bytes);
-/* Reads the next part of the first of peer->reading; true. */
-bool cd_mesh_read_some(cd_mesh *mesh, int peer);
+/* Reads the next part of peer->reading, which is not empty. */
+void cd_mesh_read_some(cd_mesh *mesh, int peer);
 void cd_mesh_take_took(cd_mesh *mesh, int peer, const cd_frame *frame);
 /* A body has come in pieces. */
 void cd_mesh_note_pieces(cd_mesh_peer *peer, const cd_xfer *xfer);

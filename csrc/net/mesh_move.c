@@ -460,8 +460,10 @@ bool cd_mesh_progress(cd_mesh *mesh)
             continue;
         if (cd_mesh_pull(mesh, peer))
             moved = true;
-        if (p->reading.first && !p->lost && cd_mesh_read_some(mesh, peer))
+        if (p->reading.first && !p->lost) {
+            cd_mesh_read_some(mesh, peer);
             moved = true;
+        }
         if (cd_mesh_has_output(p) && cd_mesh_push(mesh, peer))
             moved = true;
     }

@@ -34,7 +34,7 @@
 /* Everything that is announced. Even 20 KiB are read in 1.4 µs where the reader has them in its cache, in 3.6 where the sender
  * has just written them and the cores share none (2-core Xeon). */
 #define REACH_LEAST ((uint64_t)CD_MESH_EAGER + 1)
-/* Read at a time, with the lock held. */
+/* Read in one turn, with the lock held. */
 #define TURN_BYTES (UINT64_C(1) << 20)
 enum { WAY_READ, WAY_RING, WAYS };
 
@@ -125,23 +125,31 @@ static void take_offer(cd_mesh *mesh, int peer, cd_xfer *x)
     cd_mesh_complete(mesh, x, NULL);
 }
 
-bool cd_mesh_read_some(cd_mesh *mesh, int peer)
+/* Reads at most `most` of the first body; returns how much. */
+static size_t read_part(cd_mesh *mesh, int peer, size_t most)
 {
     cd_mesh_peer *p = &mesh->peers[peer];
     cd_xfer *x = p->reading.first;
     size_t left = x->bytes - x->moved;
-    size_t n = left < TURN_BYTES ? left : (size_t)TURN_BYTES;
+    size_t n = left < most ? left : most;
     uint64_t began_ns = cd_now_ns();
     if (!p->pipe->ops->read_peer(p->pipe, x->data + x->moved, x->offer.there + x->moved, n)) {
         cd_xfers_remove(&p->reading, x);
         cd_mesh_invite_body(mesh, peer, x);
-        return true;
+        return n;
     }
     x->moved += n;
     x->took_ns += cd_now_ns() - began_ns;
     if (x->moved == x->bytes)
         take_offer(mesh, peer, x);
-    return true;
+    return n;
+}
+
+void cd_mesh_read_some(cd_mesh *mesh, int peer)
+{
+    /* Several small ones in one turn: what their waiters run between two reads would find the caches full of messages. */
+    for (size_t total = 0; mesh->peers[peer].reading.first && total < TURN_BYTES;)
+        total += read_part(mesh, peer, (size_t)TURN_BYTES - total);
 }
 
 void cd_mesh_take_took(cd_mesh *mesh, int peer, const cd_frame *f)
