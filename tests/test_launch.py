@@ -915,8 +915,22 @@ def test_a_full_disk_is_said_and_the_job_goes_on(launcher):
     script = launcher.script("print('out', flush=True)\ntouch('up')")
     with open("/dev/full", "w") as full:
         result = launcher.run(script, stdout=full)
-    assert result.returncode == 0
+        assert (launcher.folder / "up").exists()
+        silent = launcher.run(launcher.script("print('out', file=sys.stderr)"), stderr=full)
+        failed = launcher.run(launcher.script("print('out', flush=True)\nsys.exit(3)"), stdout=full)
     assert result.stderr == "cdistrun: stdout: No space left on device: output of the workers is lost\n"
+    assert (result.returncode, silent.returncode, failed.returncode) == (120, 120, 3)
+
+
+def test_a_reader_that_wants_no_more_loses_nothing(launcher):
+    """As in ``cdistrun … | head``: the job goes on and counts as what it is."""
+    script = launcher.script("print('out', flush=True)\nprint('more', flush=True)\ntouch('up')")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    result = launcher.run(script, stdout=write_end)
+    os.close(write_end)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (launcher.folder / "up").exists()
 
 
 def test_a_console_that_does_not_take_it_does_not_stop_the_end(launcher):
@@ -947,6 +961,7 @@ def test_a_log_file_that_cannot_be_written_is_given_up():
     os.close(write_end)
     stream.close()
     assert said == ["cdistrun: /dev/full: No space left on device: the rest of this output is not kept\n"]
+    assert stream.has_failed
     assert sink.pieces == [(b"one\n", True), (b"two\n", True)]
 
 

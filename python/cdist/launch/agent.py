@@ -23,6 +23,8 @@ from cdist.launch.worker import Worker
 # After the first failure the other ranks may end by themselves for this long, so that theirs is not blamed
 # on SIGTERM and a cause that is slow to end is still found.
 AFTERMATH = 1.0
+# Where all went well but that output was lost; that of Python itself where it cannot write its output.
+LOST_OUTPUT = 120
 # A launcher that knows the cause has told the others of it after this long: 0.4 s at most, where nobody
 # waits for a core.
 NEWS = 1.0
@@ -45,6 +47,7 @@ class Agent:
         self.attempt = 0
         self.remote = None  # a failure that another node reported in this attempt
         self.all_done = False  # on all nodes
+        self.has_lost = False  # output that a log file should have
         self.is_cut_off = False  # from the other nodes
         self.is_interrupted = False  # Ctrl-C: whoever waits wants to be gone within a second
         # Taken out of this process' environment: the store that it hosts speaks the plain protocol, which
@@ -90,6 +93,10 @@ class Agent:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             self.selector.close()
+
+    def has_lost_output(self):
+        """Tell whether a console or a log file could not be written; one whose reader left lost nothing."""
+        return self.has_lost or any(console.has_failed for console in self.consoles.values())
 
     def _say(self, text):
         self.consoles["stderr"].write(text.encode())
@@ -375,6 +382,7 @@ class Agent:
                     if stream.console and stream.console.is_full():
                         stream.console.drain(1.0)
                 stream.close()
+            self.has_lost |= stream.has_failed
 
     # -- the loop
 
@@ -496,7 +504,8 @@ def run(options):
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: was closed
         stream.flush()
     try:
-        return Agent(options).run()
+        agent = Agent(options)
+        return agent.run() or (LOST_OUTPUT if agent.has_lost_output() else 0)
     except FolderError as error:
         print(f"cdistrun: {error}", file=sys.stderr)
         return 1

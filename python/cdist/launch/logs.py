@@ -33,6 +33,7 @@ class Console:
         self._say = say
         self._backlog = collections.deque()
         self.backlog_bytes = 0
+        self.has_failed = False  # other than by its reader's end, who wants no more
         self._partial_of = None  # the stream whose unfinished line stands at the console's end
         self._is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
 
@@ -61,6 +62,7 @@ class Console:
                 written = os.write(self.descriptor, piece)
             except OSError as error:
                 written = len(data)
+                self.has_failed |= error.errno != errno.EPIPE
                 if self._say and error.errno != errno.EPIPE:
                     say, self._say = self._say, None
                     say(f"cdistrun: {self._name()}: {error.strerror}: output of the workers is lost\n")
@@ -98,6 +100,7 @@ class Stream:
         self._prefix = prefix
         self._log = open(log_path, "ab", buffering=0) if log_path else None  # noqa: SIM115
         self._say = say
+        self.has_failed = False  # its file
         self._rest = b""
         self._rest_shown = 0  # bytes of the rest that the console has already
         self._cut_until = 0.0
@@ -145,6 +148,7 @@ class Stream:
         except OSError as error:
             path, log, self._log = self._log.name, self._log, None
             log.close()
+            self.has_failed = True
             if self._say:
                 self._say(f"cdistrun: {path}: {error.strerror}: the rest of this output is not kept\n")
 
