@@ -237,6 +237,11 @@ def test_accumulate(place):
     assert assert_equal_runs(ours, theirs, "weights.pt").count("loss") == 20
 
 
+def test_utilities(place):
+    ours, theirs = launched(place, "utilities.py", "--output", "weights.pt")
+    assert assert_equal_runs(ours, theirs, "weights.pt").count("around the ring [1.0, 3.0, 5.0]") == 2
+
+
 def train_with_snapshots(place, package, launcher, *more):
     command = [
         *LAUNCHERS[launcher],
