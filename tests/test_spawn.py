@@ -272,7 +272,54 @@ def test_ctrl_c_ends_what_the_processes_started(tmp_path, mark, method, whole_gr
     assert not any(Path("/dev/shm", f"sem.{name.strip('/')}").exists() for _, name in words)
 
 
+IMPORTS_LONG = """
+import os, time
+from pathlib import Path
+from cdist.multiprocessing import spawn
+
+def nothing(index):
+    pass
+
+if __name__ == "__main__":
+    spawn(nothing, nprocs=3)
+else:
+    Path(__file__).with_name("up").joinpath(str(os.getpid())).touch()
+    time.sleep(600)
+"""
+
+
+def test_ctrl_c_while_the_processes_import(tmp_path, mark):
+    """The one traceback is the parent's."""
+    script, folder = tmp_path / "parent.py", tmp_path / "up"
+    script.write_text(IMPORTS_LONG)
+    folder.mkdir()
+    command = [sys.executable, script]
+    parent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while len(list(folder.iterdir())) < 3:
+        assert parent.poll() is None
+        time.sleep(0.01)
+    os.killpg(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=20)
+    assert parent.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1
+    assert_gone(mark, 10)
+
+
+def note_mask(index, folder):
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    Path(folder, str(index)).write_text(repr(signal.SIGINT in blocked))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_signals_are_let_in(tmp_path, method):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    mp.start_processes(note_mask, (tmp_path,), nprocs=2, start_method=method)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["False"] * 2
+
+
 def fail_in_a_group(index, folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the parent ends those that did not fail
     cdist.init_process_group(init_method=f"file://{folder}/meet", rank=index, world_size=2)
     if index == 1:
         raise ValueError("bad sample 17")

@@ -8,6 +8,7 @@ import json
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.process
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import pickle
@@ -89,11 +90,31 @@ def _end_with_parent(by_kernel):
     threading.Thread(target=watch, name="cdist-parent-watch", daemon=True).start()
 
 
-def _run(fn, index, args, pipe, by_kernel):
+@contextlib.contextmanager
+def _without_interrupts(start_method):
+    """Block SIGINT in what is started, which inherits that; _run lets it in. Yields whether it did.
+
+    Else each process that Ctrl-C finds while it imports tells so in a traceback. The tracker is started
+    before, since that would let SIGINT in again.
+    """
+    if start_method != "spawn":  # fork: nothing is imported; a fork server would keep it for all its children
+        yield False
+        return
+    mp.resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield signal.SIGINT not in before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(fn, index, args, pipe, by_kernel, is_blocked):
     """Run in the child; sends b"" when fn begins, and (time, is a consequence, traceback) if it raises."""
     _end_with_parent(by_kernel)
     pipe.send_bytes(b"")
     try:
+        if is_blocked:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         fn(index, *args)
     except KeyboardInterrupt as error:
         _end_interrupted(error)
@@ -329,10 +350,10 @@ def start_processes(
     try:
         for index in range(nprocs):
             read_end, write_end = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run, args=(fn, index, args, write_end, by_kernel), daemon=daemon
-            )
-            _start(process)
+            with _without_interrupts(start_method) as is_blocked:
+                work = (fn, index, args, write_end, by_kernel, is_blocked)
+                process = context.Process(target=_run, args=work, daemon=daemon)
+                _start(process)
             write_end.close()
             started.processes.append(process)
             started._pipes.append(read_end)
