@@ -232,8 +232,9 @@ def test_ctrl_c(tmp_path, mark, method, whole_group):
     assert_gone(mark, 10)
 
 
-def sleep_on(index=None):
+def sleep_on(ready):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ready.touch()
     time.sleep(600)
 
 
@@ -241,8 +242,11 @@ def own_children(index, folder):
     """As a DataLoader does: workers of its own, and semaphores with names to reach them."""
     context = mp.get_context("spawn")
     semaphore = context.Semaphore()
-    child = context.Process(target=sleep_on, daemon=True)
+    ready = folder.with_name(f"ready{index}")
+    child = context.Process(target=sleep_on, args=(ready,), daemon=True)
     child.start()
+    while not ready.exists():
+        time.sleep(0.01)
     folder.joinpath(str(index)).write_text(f"{child.pid} {semaphore._semlock.name}")
     time.sleep(600)
 
