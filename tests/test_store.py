@@ -566,6 +566,31 @@ def test_a_server_without_descriptors_says_so_once():
     assert "ulimit -n" in done.stderr
 
 
+def test_a_server_that_stays_without_descriptors_tells_who_waits():
+    code = textwrap.dedent(
+        """
+        import os, resource, subprocess, sys
+        import cdist
+        store = cdist.TCPStore("127.0.0.1", 0, None, True, timeout=20)
+        join = f"import cdist; cdist.TCPStore('127.0.0.1', {store.port}, None, False, timeout=60)"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        client = subprocess.Popen([sys.executable, "-c", "input();" + join], stdin=subprocess.PIPE)
+        held = []
+        try:
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            os.write(client.stdin.fileno(), b"go\\n")
+        sys.exit(client.wait())
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cdist.errors.RefusedError" in done.stderr
+    assert "takes no further connection" in done.stderr
+    assert "this process may open 64 files: ulimit -n raises it" in done.stderr
+
+
 def test_file_is_removed_by_the_last(tmp_path):
     path = str(tmp_path / "f")
     first, second = FileStore(path, 2), FileStore(path, 2)

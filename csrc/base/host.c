@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 int cd_host_cores(void)
@@ -61,6 +62,20 @@ void cd_host_name(char *out, size_t bytes)
 size_t cd_host_page_bytes(void)
 {
     return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+void cd_host_want_files(uint64_t count)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= count || limit.rlim_cur >= limit.rlim_max)
+        return;
+    limit.rlim_cur = limit.rlim_max < count ? limit.rlim_max : (rlim_t)count;
+    (void)setrlimit(RLIMIT_NOFILE, &limit); /* what is missing is said where it is missing */
+}
+
+int cd_host_spare_file(void)
+{
+    return open("/dev/null", O_RDONLY | O_CLOEXEC);
 }
 
 void cd_host_hold_standard(void)

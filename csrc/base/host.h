@@ -16,6 +16,10 @@ cd_status cd_host_random(void *out, size_t bytes) CD_MUST_USE;
 /* Host name, cut to fit. For messages only: never resolved. */
 void cd_host_name(char *out, size_t bytes);
 size_t cd_host_page_bytes(void);
+/* Raises the soft limit of open files to `count`, as far as the hard one lets it. */
+void cd_host_want_files(uint64_t count);
+/* A number kept free, for when there is no other: the null device; −1: there was none left. */
+int cd_host_spare_file(void);
 /* The letter of its state in /proc; 'X' from when it begins to end, before its sockets are closed; 0 where that is not known. */
 char cd_host_process_state(uint32_t process);
 /* Opens the null device on those of the descriptors 0 to 2 that are closed, for child processes too: else a socket or pipe

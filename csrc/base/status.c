@@ -1,7 +1,9 @@
 #include "base/status.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 
 /* Per thread, like errno: no lock, no allocation, nothing shared. */
 static _Thread_local cd_error last_error;
@@ -45,6 +47,20 @@ static void append(const char *format, ...)
     va_end(args);
 }
 
+/* The limit of this process that the error is likely to come from, and the remedy. */
+static void append_limit(int error)
+{
+    struct rlimit limit;
+    int which = error == EMFILE ? RLIMIT_NOFILE : RLIMIT_AS;
+    if ((error != EMFILE && error != ENOMEM) || getrlimit(which, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+        return;
+    if (error == EMFILE)
+        append("; this process may open %llu files: ulimit -n raises it", (unsigned long long)limit.rlim_cur);
+    else
+        append("; the addresses of this process are limited to %llu MiB: ulimit -v unlimited lifts it",
+               (unsigned long long)limit.rlim_cur >> 20);
+}
+
 cd_status cd_fail_errno(cd_status code, int error, const char *format, ...)
 {
     va_list args;
@@ -54,6 +70,7 @@ cd_status cd_fail_errno(cd_status code, int error, const char *format, ...)
     char buffer[128];
     /* GNU strerror_r may answer with a static string instead of the buffer. */
     append(": %s (errno %d)", strerror_r(error, buffer, sizeof buffer), error);
+    append_limit(error);
     return code;
 }
 

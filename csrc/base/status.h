@@ -50,7 +50,7 @@ typedef struct {
 cd_status cd_fail(cd_status code, const char *format, ...) CD_PRINTF(2, 3) CD_COLD;
 /* The same, and names the world rank at fault. */
 cd_status cd_fail_rank(cd_status code, int rank, const char *format, ...) CD_PRINTF(3, 4) CD_COLD;
-/* The same from errno: appends ": <strerror> (errno N)". */
+/* The same from errno: appends ": <strerror> (errno N)", and the limit of this process that it met where that tells. */
 cd_status cd_fail_errno(cd_status code, int error, const char *format, ...) CD_PRINTF(3, 4) CD_COLD;
 /* Makes a stored error the calling thread's, returns its code. */
 cd_status cd_fail_with(const cd_error *error) CD_COLD;

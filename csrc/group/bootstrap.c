@@ -34,6 +34,10 @@
 /* In the place of a process' descriptor. */
 #define ENDED (-2)
 
+/* A rank has at most a connection and a process descriptor, or two connections, for each other one, and some of its own; the
+ * rest is for what the program has open. */
+#define FILES_BESIDE 256
+
 typedef struct {
     cd_world *world;
     const cd_world_config *config;
@@ -44,6 +48,7 @@ typedef struct {
     uint8_t nonce_0[CD_MEMBER_NONCE_BYTES]; /* of rank 0's process */
     int joined;
     int *processes;                  /* rank 0: descriptors of the processes of ranks that left again, ENDED, −1: none */
+    bool knows_all;                  /* the table has come: rank 0 waits for what this rank says */
     cd_error refusal;                /* rank 0: why nobody can join any more; code CD_OK: none */
 } meeting;
 
@@ -239,9 +244,10 @@ static cd_status gather_members(meeting *m, cd_greeter *greeter)
     uint64_t next_check = cd_now_ns() + CLAIM_CHECK_NS;
     while (m->joined < w->world - 1) {
         int before = m->joined;
-        cd_greeter_serve(greeter, admit, m);
+        cd_status full = cd_greeter_serve(greeter, admit, m);
         if (m->refusal.code != CD_OK)
             return cd_fail_with(&m->refusal);
+        CD_TRY(full);
         if (m->joined != before) {
             cd_waiter_reset(&waiter);
             continue;
@@ -385,23 +391,6 @@ static cd_status hear_rank_0(meeting *m, cd_control_kind kind, void *body, size_
 
 /* ---- all ---- */
 
-static void find_hosts(cd_world *w)
-{
-    for (int r = 0; r < w->world; r++) {
-        w->host_of[r] = r;
-        w->local_of[r] = 0;
-        for (int lower = r - 1; lower >= 0; lower--)
-            if (w->host_of[lower] == lower && cd_member_shares_host(&w->members[lower], &w->members[r]))
-                w->host_of[r] = lower;
-        for (int lower = 0; lower < r; lower++)
-            w->local_of[r] += w->host_of[lower] == w->host_of[r];
-    }
-    w->locals = 0;
-    for (int r = 0; r < w->world; r++)
-        w->locals += w->host_of[r] == w->host_of[w->rank];
-    w->local = w->local_of[w->rank];
-}
-
 /* Makes or maps this host's memory. *attached_p = 0: the proof by doing failed, this rank counts as a host of its own. */
 static cd_status share_host(meeting *m, uint8_t *attached_p)
 {
@@ -502,13 +491,13 @@ static cd_status meet(meeting *m)
     CD_TRY(cd_handout_open(m->me.nonce, &w->handout));
     if (w->rank != 0) {
         CD_TRY(join_rank_0(m));
-        return cd_greeter_open(w->data_listener, cd_world_secret(w), &w->greeter);
+        return cd_greeter_open(w->rank, w->data_listener, cd_world_secret(w), &w->greeter);
     }
     char address[sizeof m->me.address];
     if (!cd_store_local_address(m->store, address, sizeof address))
         snprintf(address, sizeof address, "127.0.0.1");
     CD_TRY(open_listener(m, address, 1));
-    CD_TRY(cd_greeter_open(w->data_listener, cd_world_secret(w), &w->greeter));
+    CD_TRY(cd_greeter_open(0, w->data_listener, cd_world_secret(w), &w->greeter));
     w->members[0] = m->me;
     CD_TRY(m->store->ops->set(m->store, cd_bytes_of(m->key), (cd_bytes){&m->me, sizeof m->me}, m->patience));
     w->published = true;
@@ -528,7 +517,8 @@ static cd_status connect_all(meeting *m)
 {
     cd_world *w = m->world;
     CD_TRY(exchange_table(m));
-    find_hosts(w);
+    m->knows_all = true;
+    cd_world_find_hosts(w);
     CD_TRY(cd_mesh_create(w->rank, w->world, &w->mesh));
     CD_TRY(cd_monitor_start(w));
     CD_TRY(agree_on_hosts(m));
@@ -547,6 +537,33 @@ static cd_status connect_all(meeting *m)
     return hear_rank_0(m, CD_CONTROL_GO, &ready, 1);
 }
 
+/* What this process has no means for is its own failure: the others learn whose. */
+static bool name_own_failure(const meeting *m)
+{
+    cd_error why = *cd_last_error();
+    if (why.code != CD_NO_MEMORY && why.code != CD_NETWORK && why.code != CD_IO)
+        return false;
+    if (why.rank >= 0) /* another one's, who told only us: it turned us away */
+        return why.code == CD_NETWORK;
+    cd_fail_prefix("rank %d (pid %u on %s): ", m->world->rank, m->me.process, m->me.host_name);
+    return cd_fail_rank(CD_NETWORK, m->world->rank, "%s", cd_last_error()->text) != CD_OK;
+}
+
+/* A rank that cannot go on tells rank 0, and so all, why; one whose time is up, or that was interrupted, that it goes. What came
+ * from rank 0 is known there. */
+static void give_up(const meeting *m)
+{
+    int zero = m->world->controls[0];
+    cd_patience brief = cd_patience_until(cd_deadline_after_ns(20 * CD_NS_PER_MS), 1);
+    bool mine = name_own_failure(m);
+    cd_error why = *cd_last_error();
+    if (zero >= 0 && mine && m->knows_all)
+        (void)cd_control_send(zero, CD_CONTROL_REFUSED, &why, sizeof why, &brief);
+    else if (zero >= 0)
+        (void)cd_control_send(zero, CD_CONTROL_BYE, 0, 0, &brief);
+    cd_fail_with(&why);
+}
+
 cd_status cd_world_bootstrap(cd_world *w, const cd_world_config *config, const cd_patience *patience)
 {
     meeting *m = calloc(1, sizeof *m);
@@ -557,12 +574,14 @@ cd_status cd_world_bootstrap(cd_world *w, const cd_world_config *config, const c
     m->store = w->store;
     m->patience = patience;
     snprintf(m->key, sizeof m->key, "%s/cdist/rank0", w->prefix);
+    cd_host_want_files(2 * (uint64_t)w->world + FILES_BESIDE);
     cd_status status = cd_member_fill(&m->me, w->rank, w->world, !w->force_tcp, config->bind_address);
     if (status == CD_OK)
         status = meet(m);
     if (status == CD_OK)
         status = connect_all(m);
     if (status != CD_OK && w->rank == 0) {
+        (void)name_own_failure(m);
         cd_error why = *cd_last_error();
         if (why.code == CD_INTERRUPTED)
             cd_fail_rank(CD_PEER_LOST, 0, "rank 0 was interrupted while the ranks were connecting");
@@ -570,12 +589,10 @@ cd_status cd_world_bootstrap(cd_world *w, const cd_world_config *config, const c
         refuse_all(m, &told);
         cd_fail_with(&why);
     }
-    if (status != CD_OK && w->rank != 0 && w->controls[0] >= 0) {
-        cd_error why = *cd_last_error();
-        cd_patience brief = cd_patience_until(cd_deadline_after_ns(20 * CD_NS_PER_MS), 1);
-        (void)cd_control_send(w->controls[0], CD_CONTROL_BYE, 0, 0, &brief);
-        cd_fail_with(&why);
-    }
+    if (status != CD_OK && w->rank != 0)
+        give_up(m);
+    if (status != CD_OK)
+        status = cd_last_error()->code;
     free(m);
     return status;
 }

@@ -11,6 +11,23 @@
 #include <string.h>
 #include <unistd.h>
 
+void cd_world_find_hosts(cd_world *w)
+{
+    for (int r = 0; r < w->world; r++) {
+        w->host_of[r] = r;
+        w->local_of[r] = 0;
+        for (int lower = r - 1; lower >= 0; lower--)
+            if (w->host_of[lower] == lower && cd_member_shares_host(&w->members[lower], &w->members[r]))
+                w->host_of[r] = lower;
+        for (int lower = 0; lower < r; lower++)
+            w->local_of[r] += w->host_of[lower] == w->host_of[r];
+    }
+    w->locals = 0;
+    for (int r = 0; r < w->world; r++)
+        w->locals += w->host_of[r] == w->host_of[w->rank];
+    w->local = w->local_of[w->rank];
+}
+
 /* Dials a rank and proves who we are; `kind` says what the connection is to be. */
 static cd_status dial(cd_world *w, const cd_member *me, int peer, cd_control_kind kind,
                       const cd_patience *patience, int *socket_p)

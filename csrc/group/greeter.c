@@ -1,6 +1,7 @@
 #include "group/greeter.h"
 
 #include "base/clock.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "net/sock.h"
 
@@ -28,7 +29,8 @@ typedef struct {
 } guest;
 
 struct cd_greeter {
-    int listener;
+    int rank, listener;
+    int spare; /* to tell who dials when there is no descriptor left */
     bool has_secret;
     uint8_t secret[32];
     uint64_t next_warning_ns;
@@ -36,12 +38,14 @@ struct cd_greeter {
     guest guests[GUESTS_MAX];
 };
 
-cd_status cd_greeter_open(int listener, const uint8_t *secret, cd_greeter **out)
+cd_status cd_greeter_open(int rank, int listener, const uint8_t *secret, cd_greeter **out)
 {
     cd_greeter *greeter = calloc(1, sizeof *greeter);
     if (!greeter)
         return cd_fail(CD_NO_MEMORY, "no memory to accept connections");
+    greeter->rank = rank;
     greeter->listener = listener;
+    greeter->spare = cd_host_spare_file();
     greeter->has_secret = secret != 0;
     if (secret)
         memcpy(greeter->secret, secret, sizeof greeter->secret);
@@ -55,6 +59,8 @@ void cd_greeter_free(cd_greeter *greeter)
         return;
     for (int i = 0; i < greeter->count; i++)
         close(greeter->guests[i].socket);
+    if (greeter->spare >= 0)
+        close(greeter->spare);
     free(greeter);
 }
 
@@ -68,14 +74,50 @@ int cd_greeter_poll_set(cd_greeter *greeter, struct pollfd *entries, int room)
     return count;
 }
 
-static void accept_guests(cd_greeter *greeter)
+/* Tells all that wait to be accepted why they are not; CD_OK: nobody does. The kernel looks for a descriptor before it looks for
+ * a connection. */
+static cd_status turn_away(cd_greeter *greeter)
+{
+    cd_fail_prefix("rank %d takes no further connection: ", greeter->rank);
+    cd_error why = *cd_last_error();
+    why.rank = greeter->rank;
+    why.code = CD_NETWORK;
+    int socket = -1;
+    bool any = false;
+    do {
+        if (greeter->spare >= 0)
+            close(greeter->spare);
+        greeter->spare = -1;
+        if (cd_sock_accept(greeter->listener, &socket) != CD_OK)
+            break;
+        any |= socket >= 0;
+        if (socket >= 0) {
+            /* The socket is new, its buffer empty: this does not block. What came on it is read: else closing it would take
+             * the answer back. */
+            char hello[sizeof greeter->guests[0].frame];
+            cd_patience brief = cd_patience_until(cd_deadline_after_ns(10 * CD_NS_PER_MS), 1);
+            (void)cd_control_send(socket, CD_CONTROL_REFUSED, &why, sizeof why, &brief);
+            (void)cd_sock_recv_all(socket, hello, sizeof hello, &brief);
+            close(socket);
+        }
+        greeter->spare = cd_host_spare_file();
+    } while (socket >= 0);
+    return any ? cd_fail_with(&why) : CD_OK;
+}
+
+static cd_status accept_guests(cd_greeter *greeter)
 {
     while (greeter->count < GUESTS_MAX) {
         int socket;
-        if (cd_sock_accept(greeter->listener, &socket) != CD_OK || socket < 0)
-            return;
+        cd_status status = cd_sock_accept(greeter->listener, &socket);
+        /* Strangers that are silent are dropped in time, and leave room. */
+        if (status == CD_NO_MEMORY && greeter->count == 0)
+            return turn_away(greeter);
+        if (status != CD_OK || socket < 0)
+            break;
         greeter->guests[greeter->count++] = (guest){.socket = socket, .since_ns = cd_now_ns()};
     }
+    return CD_OK;
 }
 
 enum verdict { WAITING, COMPLETE, DROP };
@@ -109,9 +151,10 @@ static enum verdict read_guest(cd_greeter *greeter, guest *g)
     return COMPLETE;
 }
 
-void cd_greeter_serve(cd_greeter *greeter, cd_greeted_func greeted, void *ctx)
+cd_status cd_greeter_serve(cd_greeter *greeter, cd_greeted_func greeted, void *ctx)
 {
-    accept_guests(greeter);
+    cd_status accepted = accept_guests(greeter);
+    cd_error why = *cd_last_error();
     for (int i = 0; i < greeter->count;) {
         guest *g = &greeter->guests[i];
         enum verdict verdict = read_guest(greeter, g);
@@ -132,4 +175,5 @@ void cd_greeter_serve(cd_greeter *greeter, cd_greeted_func greeted, void *ctx)
         member->host_name[sizeof member->host_name - 1] = 0;
         greeted(ctx, done.socket, (cd_control_kind)done.frame.head.kind, &done.frame.hello);
     }
+    return accepted == CD_OK ? CD_OK : cd_fail_with(&why);
 }

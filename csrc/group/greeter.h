@@ -14,12 +14,13 @@ struct pollfd;
 typedef void (*cd_greeted_func)(void *ctx, int socket, cd_control_kind kind, const cd_hello *hello);
 
 /* The listener stays the caller's. secret: 32 bytes or NULL. */
-cd_status cd_greeter_open(int listener, const uint8_t *secret, cd_greeter **out);
+cd_status cd_greeter_open(int rank, int listener, const uint8_t *secret, cd_greeter **out);
 void cd_greeter_free(cd_greeter *greeter);
 /* For poll(2): fills at most `room` entries, returns how many. */
 int cd_greeter_poll_set(cd_greeter *greeter, struct pollfd *entries, int room);
 /* Accepts and reads what is there, calls back for each whole hello, drops connections that are silent for 10 s or speak
- * another protocol. Never blocks. One thread at a time. */
-void cd_greeter_serve(cd_greeter *greeter, cd_greeted_func greeted, void *ctx);
+ * another protocol. Never blocks. One thread at a time. CD_NETWORK: this process may open no further connection; who dialled
+ * was told so (REFUSED), naming `rank` and the limit. */
+cd_status cd_greeter_serve(cd_greeter *greeter, cd_greeted_func greeted, void *ctx);
 
 #endif

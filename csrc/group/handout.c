@@ -1,5 +1,7 @@
 #include "group/handout.h"
 
+#include "base/host.h"
+
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
@@ -26,6 +28,7 @@ typedef struct request {
 
 struct cd_handout {
     int listener;
+    int spare; /* to tell who asks when there is no descriptor left */
     pthread_mutex_t lock; /* offers; requests are the monitor's alone */
     offer *offers;
     request *requests;
@@ -57,6 +60,7 @@ cd_status cd_handout_open(const uint8_t nonce[16], cd_handout **out)
         free(handout);
         return status;
     }
+    handout->spare = cd_host_spare_file();
     pthread_mutex_init(&handout->lock, 0);
     *out = handout;
     return CD_OK;
@@ -67,6 +71,8 @@ void cd_handout_free(cd_handout *handout)
     if (!handout)
         return;
     close(handout->listener);
+    if (handout->spare >= 0)
+        close(handout->spare);
     while (handout->offers) {
         offer *next = handout->offers->next;
         free(handout->offers);
@@ -125,10 +131,29 @@ static bool same_user(int socket)
     return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && peer.uid == geteuid();
 }
 
+/* What is sent in place of a descriptor: there is none left to accept connections with. */
+#define NO_DESCRIPTOR 'n'
+
+static int accept_one(cd_handout *handout)
+{
+    int socket = accept4(handout->listener, 0, 0, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (socket >= 0 || (errno != EMFILE && errno != ENFILE) || handout->spare < 0)
+        return socket;
+    close(handout->spare);
+    socket = accept4(handout->listener, 0, 0, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (socket >= 0) {
+        char answer = NO_DESCRIPTOR; /* into an empty buffer */
+        (void)send(socket, &answer, 1, MSG_NOSIGNAL);
+        close(socket);
+    }
+    handout->spare = cd_host_spare_file();
+    return -1;
+}
+
 static void accept_requests(cd_handout *handout)
 {
     for (;;) {
-        int socket = accept4(handout->listener, 0, 0, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        int socket = accept_one(handout);
         if (socket < 0)
             return;
         request *made = same_user(socket) ? calloc(1, sizeof *made) : 0;
@@ -197,6 +222,8 @@ static cd_status receive_segment(int socket, const cd_patience *patience, cd_seg
     char mark;
     size_t got;
     CD_TRY(cd_fd_recv(socket, &fd, &mark, 1, &got));
+    if (fd < 0 && mark == NO_DESCRIPTOR)
+        return cd_fail(CD_NETWORK, "the rank that makes the host's shared memory may open no further file: ulimit -n raises it");
     if (fd < 0)
         return cd_fail(CD_PEER_LOST, "the rank that made the shared memory closed the connection");
     return cd_segment_attach(fd, out);

@@ -411,7 +411,8 @@ static cd_status start_worker(cd_group *g)
     int error = pthread_create(&g->worker, 0, worker_main, g);
     pthread_sigmask(SIG_SETMASK, &before, 0);
     if (error)
-        return cd_fail_errno(CD_NO_MEMORY, error, "cannot start the group's worker thread");
+        return cd_fail_errno(CD_NO_MEMORY, error,
+                             "cannot start the group's worker thread (see ulimit -u, and pids.max of the container)");
     g->worker_runs = true;
     return CD_OK;
 }

@@ -427,7 +427,8 @@ static void *monitor_main(void *arg)
         uint64_t drained;
         while (read(m->wake, &drained, sizeof drained) > 0) {
         }
-        cd_greeter_serve(w->greeter, greeted, m);
+        if (cd_greeter_serve(w->greeter, greeted, m) != CD_OK)
+            cd_log(CD_LOG_WARN, "%s", cd_last_error()->text);
         cd_handout_serve(w->handout);
         serve(m, first_control, first_process);
         waits = settle_ends(m);
@@ -444,12 +445,14 @@ cd_status cd_monitor_start(cd_world *w)
     m->world = w;
     size_t ranks = (size_t)w->world;
     m->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (m->wake < 0)
+        return cd_fail_errno(CD_IO, errno, "the monitor's eventfd");
     m->readers = calloc(ranks, sizeof *m->readers);
     m->process_fds = malloc(ranks * sizeof *m->process_fds);
     m->expected = calloc(ranks, sizeof *m->expected);
     m->ended_ns = calloc(ranks, sizeof *m->ended_ns);
-    if (m->wake < 0 || !m->readers || !m->process_fds || !m->expected || !m->ended_ns || !make_room(m, 129 + 2 * w->world))
-        return cd_fail(CD_NO_MEMORY, "no memory or descriptor for the monitor");
+    if (!m->readers || !m->process_fds || !m->expected || !m->ended_ns || !make_room(m, 129 + 2 * w->world))
+        return cd_fail(CD_NO_MEMORY, "no memory for the monitor");
     for (size_t r = 0; r < ranks; r++)
         m->process_fds[r] = -1;
     /* Signals are for the threads of the program, whose handlers may expect to run there. */
@@ -460,7 +463,8 @@ cd_status cd_monitor_start(cd_world *w)
     pthread_sigmask(SIG_SETMASK, &before, 0);
     if (error) {
         m->thread = 0;
-        return cd_fail_errno(CD_NO_MEMORY, error, "cannot start the monitor thread");
+        return cd_fail_errno(CD_NO_MEMORY, error,
+                             "cannot start the monitor thread (see ulimit -u, and pids.max of the container)");
     }
     return CD_OK;
 }

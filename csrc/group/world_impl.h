@@ -125,7 +125,8 @@ size_t cd_world_host_bytes(const cd_world *world);
 /* bootstrap.c: meets, connects, fills in members to mesh; undoes nothing (world.c does). */
 cd_status cd_world_bootstrap(cd_world *world, const cd_world_config *config, const cd_patience *patience);
 
-/* connect.c: data pipes to all ranks, the control connection to the deputy. */
+/* connect.c: who runs on whose host, as far as the members say; data pipes to all ranks, the control connection to the deputy. */
+void cd_world_find_hosts(cd_world *world);
 cd_status cd_world_connect(cd_world *world, const cd_member *me, const cd_patience *patience);
 
 /* monitor.c */

@@ -51,7 +51,8 @@ cd_status cd_segment_create(size_t bytes, cd_segment *out)
         return cd_fail(CD_BAD_ARGUMENT, "shared memory: a segment of 0 bytes");
     made.fd = memfd_create("cdist", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (made.fd < 0)
-        return cd_fail_errno(CD_IO, errno, "shared memory: memfd_create");
+        return cd_fail_errno(CD_IO, errno, "shared memory: memfd_create%s",
+                             errno == EMFILE || errno == ENFILE ? "" : " (CDIST_TRANSPORT=tcp does without)");
     cd_status status;
     if (ftruncate(made.fd, (off_t)bytes) != 0)
         status = cd_fail_errno(CD_NO_MEMORY, errno, "shared memory: making %zu bytes%s", bytes,
@@ -174,6 +175,8 @@ cd_status cd_fd_recv(int socket, int *fd_p, void *bytes, size_t count, size_t *g
     if (got == 0 || fd < 0 || (message.msg_flags & MSG_CTRUNC)) {
         if (fd >= 0)
             close(fd);
+        if (got > 0 && (message.msg_flags & MSG_CTRUNC)) /* the kernel had no number to put it under */
+            return cd_fail_errno(CD_NO_MEMORY, EMFILE, "receiving a descriptor from a local rank");
         return cd_fail(CD_IO, got == 0 ? "receiving a descriptor: the local rank closed the socket"
                                        : "receiving a descriptor: the message carried none");
     }

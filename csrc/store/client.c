@@ -108,6 +108,11 @@ static cd_status greet(int fd, const cd_secret *secret, const cd_patience *patie
         return cd_fail(CD_TIMED_OUT, "It takes connections but does not answer as a store does (another program, or a process "
                                      "that is stopped)");
     CD_TRY(status);
+    if (memcmp(answer, CD_STORE_FULL, sizeof answer) == 0) {
+        char why[200] = "";
+        (void)recv(fd, why, sizeof why - 1, MSG_DONTWAIT); /* came with it */
+        return cd_fail(CD_REFUSED, "its server takes no further connection: %s", why);
+    }
     return memcmp(answer, ping, sizeof ping) == 0 ? CD_OK : tell_stranger(fd, answer, sizeof answer);
 }
 

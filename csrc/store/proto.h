@@ -30,6 +30,8 @@ enum {
     CD_REQUESTS
 };
 
+/* What a server without a free descriptor answers to any greeting, before the reason as text; then it closes. */
+#define CD_STORE_FULL "full"
 #define CD_STORE_MAGIC UINT32_C(0x3C85F7CE)
 #define CD_STORE_KEY_MOST 8192u
 #define CD_STORE_VALUE_MOST (8u << 20)

@@ -9,10 +9,12 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #define EVENTS 256
@@ -21,6 +23,8 @@
 #define READS_A_TURN 16
 #define FILES_MOST 65536
 #define ACCEPT_PAUSE_MS 100
+/* After this long without a free descriptor clients are told so: those that it has do not go, and others would wait in vain. */
+#define FULL_NS CD_NS_PER_S
 /* Addresses of one host name. */
 #define LISTENERS_MOST 8
 /* How long the thread looks for the next request before it sleeps: a client in a chain of calls asks again within this. */
@@ -33,7 +37,9 @@ struct cd_server {
     pid_t pid;
     cd_secret secret;
     conn *conns;      /* newest first */
-    bool accept_paused, refuses; /* refuses: that connections wait in vain was said */
+    bool accept_paused;
+    uint64_t full_since_ns; /* connections wait in vain, which was said; 0: none does */
+    int spare;              /* a descriptor to tell them with */
     _Atomic int open; /* relaxed: a figure for tests */
     pthread_t thread;
     uint8_t *scratch;
@@ -315,6 +321,27 @@ static void pause_accept(cd_server *s, bool pause)
     s->accept_paused = pause;
 }
 
+/* Tells all that wait to be accepted why they are not. */
+static void turn_away(cd_server *s, int listener)
+{
+    char text[CD_ERROR_TEXT_BYTES];
+    int bytes = snprintf(text, sizeof text, CD_STORE_FULL "%s", cd_last_error()->text), fd = -1;
+    do {
+        if (s->spare >= 0)
+            close(s->spare);
+        s->spare = -1;
+        if (cd_sock_accept(listener, &fd) != CD_OK)
+            return;
+        if (fd >= 0) { /* what came is read: else closing would take the answer back */
+            char greeting[64];
+            (void)send(fd, text, (size_t)bytes, MSG_NOSIGNAL);
+            (void)recv(fd, greeting, sizeof greeting, 0);
+            close(fd);
+        }
+        s->spare = cd_host_spare_file();
+    } while (fd >= 0);
+}
+
 static void accept_all(cd_server *s, int listener)
 {
     for (;;) {
@@ -323,15 +350,18 @@ static void accept_all(cd_server *s, int listener)
         if (status == CD_NO_MEMORY && raise_file_limit())
             continue;
         if (status != CD_OK) {
-            if (!s->refuses)
+            if (!s->full_since_ns)
                 cd_log(CD_LOG_WARN, "store on port %u: %s; it tries again%s", s->port, cd_last_error()->text,
                        status == CD_NO_MEMORY ? "; more open files may be needed (ulimit -n)" : "");
-            s->refuses = true;
+            if (!s->full_since_ns)
+                s->full_since_ns = cd_now_ns();
+            else if (status == CD_NO_MEMORY && cd_now_ns() - s->full_since_ns > FULL_NS)
+                turn_away(s, listener);
             pause_accept(s, true);
             return;
         }
         if (fd < 0) { /* nobody is left waiting; without free descriptors the system says that first */
-            s->refuses = false;
+            s->full_since_ns = 0;
             return;
         }
         add_conn(s, fd);
@@ -403,7 +433,8 @@ static cd_status start_thread(cd_server *s)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&s->thread, NULL, run, s);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error ? cd_fail_errno(CD_NO_MEMORY, error, "cannot start the thread of the store") : CD_OK;
+    return error ? cd_fail_errno(CD_NO_MEMORY, error,
+                             "cannot start the thread of the store (see ulimit -u, and pids.max of the container)") : CD_OK;
 }
 
 static void free_server(cd_server *s)
@@ -415,6 +446,8 @@ static void free_server(cd_server *s)
         close(s->epoll);
     if (s->stop_event >= 0)
         close(s->stop_event);
+    if (s->spare >= 0)
+        close(s->spare);
     free(s->scratch);
     free(s);
 }
@@ -457,6 +490,7 @@ cd_status cd_server_start(const cd_server_options *options, cd_server **out)
     s->secret = options->secret;
     s->scratch = malloc(READ_BYTES);
     s->epoll = epoll_create1(EPOLL_CLOEXEC);
+    s->spare = cd_host_spare_file();
     s->stop_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     cd_status status = open_listeners(s, options);
     if (status == CD_OK)

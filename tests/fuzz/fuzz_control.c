@@ -26,15 +26,15 @@ static void greet(const uint8_t *data, size_t bytes, const uint8_t *secret)
     cd_greeter *greeter;
     cd_patience patience = cd_patience_until(cd_deadline_after_ns(CD_NS_PER_S), 1);
     int guest, met = 0;
-    if (cd_greeter_open(listener, secret, &greeter) != CD_OK || cd_sock_connect_once("127.0.0.1", port, &patience, &guest) != CD_OK)
+    if (cd_greeter_open(0, listener, secret, &greeter) != CD_OK || cd_sock_connect_once("127.0.0.1", port, &patience, &guest) != CD_OK)
         __builtin_trap();
     ssize_t sent = send(guest, data, bytes < 65536 ? bytes : 65536, MSG_NOSIGNAL | MSG_DONTWAIT);
     (void)sent;
     struct linger hard = {1, 0}; /* no TIME_WAIT for each input */
-    cd_greeter_serve(greeter, greeted, &met);
+    (void)cd_greeter_serve(greeter, greeted, &met);
     setsockopt(guest, SOL_SOCKET, SO_LINGER, &hard, sizeof hard);
     close(guest);
-    cd_greeter_serve(greeter, greeted, &met);
+    (void)cd_greeter_serve(greeter, greeted, &met);
     FUZZ_CHECK(!secret || met == 0); /* nobody guesses an HMAC */
     cd_greeter_free(greeter);
 }

@@ -1,6 +1,7 @@
 """Runs the workers of this node: starts them, watches, passes on their output, and ends them as one."""
 
 import contextlib
+import errno
 import functools
 import os
 import selectors
@@ -219,7 +220,7 @@ class Agent:
             try:
                 worker = Worker(rank, local, argv, env, cores[local], self.guard)
             except OSError as error:
-                raise HostError(f"cannot start {argv[0]}: {error.strerror}") from None
+                raise HostError(f"cannot start {argv[0]}: {error.strerror}{_limit_of(error)}") from None
             self.workers.append(worker)
             if worker.exit_descriptor is not None:
                 self.selector.register(worker.exit_descriptor, selectors.EVENT_READ, self._on_exit)
@@ -472,6 +473,16 @@ def _host_if_possible(address, port):
             return StoreHost(address, port, True)
         time.sleep(os.urandom(1)[0] / 255 * 0.05)
     return None
+
+
+def _limit_of(error):
+    """Return the limit that the error comes from, and what lifts it, for those that have one."""
+    if error.errno == errno.EMFILE:
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f" (this process may open {most}: ulimit -n raises it)"
+    return " (see ulimit -u, and pids.max of the container)" if error.errno == errno.EAGAIN else ""
 
 
 def _make_temporary(prefix, folder):

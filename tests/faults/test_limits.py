@@ -1,0 +1,62 @@
+"""What a process may not have: descriptors. All ranks are told at once, and whose limit it was."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import cdist
+import numpy as np
+from cdist.testing import run
+
+ROOT = os.path.dirname(os.path.dirname(cdist.__file__))
+
+
+def _limited(rank, world, spare, port):
+    """Leave rank 1 so many descriptors for init_process_group."""
+    store = cdist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    if rank == 1:
+        numbers = list(map(int, os.listdir("/proc/self/fd")))  # that of the listing is free again
+        for _ in range(max(numbers) + 2 - len(numbers)):
+            os.open("/dev/null", os.O_RDONLY)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(numbers) + 1 + spare,) * 2)
+    named = cdist.PrefixStore(str(spare), store)
+    cdist.init_process_group(store=named, rank=rank, world_size=world, timeout=4)
+    x = np.ones(3)
+    cdist.all_reduce(x)
+    return float(x[0])
+
+
+def test_all_ranks_hear_whose_limit_of_files_it_was():
+    """Each number of descriptors: too few to meet the others, who miss this rank, or to go on, or enough."""
+    server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    told = 0
+    for spare in range(16):
+        options = {"init": False, "allow_failures": True, "timeout": 40, "transport": "shm"}
+        outcomes = run(_limited, 3, spare, server.port, **options)
+        if outcomes == [3.0] * 3:
+            break
+        assert all(isinstance(error, cdist.DistError) for error in outcomes), outcomes
+        told += all("rank 1 (" in str(error) and "ulimit -n" in str(error) for error in outcomes)
+    assert outcomes == [3.0] * 3
+    assert told >= 3
+
+
+def test_a_launcher_without_descriptors_says_so(tmp_path):
+    """Its own pipes, or the store's connections: within seconds, and not after minutes."""
+    script = tmp_path / "job.py"
+    script.write_text("import cdist\ncdist.init_process_group(timeout=60)\ncdist.barrier()\n")
+    told = 0
+    for limit in (12, 24, 26, 28):
+        start = ["prlimit", f"--nofile={limit}:{limit}", sys.executable, "-m", "cdist.run"]
+        done = subprocess.run(
+            [*start, "--nproc-per-node", "4", str(script)],
+            capture_output=True,
+            text=True,
+            timeout=40,
+            env=dict(os.environ, PYTHONPATH=ROOT),
+        )
+        if done.returncode:
+            assert "ulimit -n" in done.stderr, done.stderr
+            told += 1
+    assert told
