@@ -8,7 +8,9 @@ Writes gpu.json and gpu.txt. Every figure is the median over rounds; times of a 
 
 A step that communicates ends when the slowest rank does, whatever the library: so what communication
 exposes is told against steps without it of which the slowest rank counts too ("exposed_ms"), beside the plain
-times of rank 0. The collector of Python's garbage rests while steps are timed.
+times of rank 0; and against steps in which the ranks wait for each other and send nothing (beyond lockstep).
+Both compare steps of one short turn, in which the clocks and the host's pace are the same, and tell the
+quartiles of the turns. The collector of Python's garbage rests while steps are timed.
 """
 
 import argparse
@@ -31,6 +33,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from gpu_profile import Profile
+
+BLOCK = 3  # steps of a kind in a turn that count: the host's pace drifts by milliseconds within seconds
 
 
 def free_port():
@@ -245,7 +249,7 @@ class Rank(Profile):
         return times
 
     def rounds(self, runs, x, loss, count):
-        """Kind → times of its steps: six of each kind in turn, the first for warmth, `count` turns.
+        """Kind → times of its steps: BLOCK and one for warmth before of each kind in turn, `count` turns.
 
         The order of kinds is another in each turn: a place in it costs or saves up to a millisecond.
         """
@@ -257,29 +261,39 @@ class Rank(Profile):
             for kind in order.sample(list(runs), len(runs)):
                 model, optimizer, context, after = runs[kind]
                 self.dist.barrier()
-                steps = self.step_ms(model, optimizer, x, loss, 6, context, after)
+                steps = self.step_ms(model, optimizer, x, loss, BLOCK + 1, context, after)
                 times[kind] += steps[1:] if turn else []
         gc.enable()
         return times
 
     def exposed(self, times):
-        """What steps take beyond those without communication, of the slowest rank each.
+        """What steps take beyond those without communication, and beyond lockstep, of the slowest rank each.
 
-        Steps of one turn are compared: the host's pace drifts by milliseconds from turn to turn.
+        The differences are those of one turn's medians; told are their median and quartiles.
         """
         mine = {kind: [step[0] for step in steps] for kind, steps in times.items()}
         ranks = [None] * self.world
         self.dist.all_gather_object(ranks, mine)
         slowest = {kind: [max(step) for step in zip(*(r[kind] for r in ranks), strict=True)] for kind in mine}
         turns = {
-            kind: [statistics.median(steps[i : i + 5]) for i in range(0, len(steps), 5)]
+            kind: [statistics.median(steps[i : i + BLOCK]) for i in range(0, len(steps), BLOCK)]
             for kind, steps in slowest.items()
         }
-        row = {
-            kind: statistics.median(a - b for a, b in zip(turn, turns["local"], strict=True))
-            for kind, turn in turns.items()
-        }
-        row["cdist / torch"] = row["cdist"] / row["torch"] if row["torch"] > 0 else math.nan
+
+        def beyond(kind, base):
+            return [a - b for a, b in zip(turns[kind], turns[base], strict=True)]
+
+        def ratio(ours, theirs):
+            return ours / theirs if theirs > 0 else math.nan
+
+        row = {kind: statistics.median(beyond(kind, "local")) for kind in turns}
+        row["cdist / torch"] = ratio(row["cdist"], row["torch"])
+        for kind in ("torch", "cdist"):
+            row[f"{kind} beyond lockstep"] = statistics.median(beyond(kind, "lockstep"))
+        row["beyond, cdist / torch"] = ratio(row["cdist beyond lockstep"], row["torch beyond lockstep"])
+        for kind in ("torch", "cdist", "lockstep"):
+            low, _, high = statistics.quantiles(beyond(kind, "local"), n=4)
+            row[f"{kind}, quartiles"] = f"{low:.2f} to {high:.2f}"
         row["local"] = statistics.median(slowest["local"])
         return row
 
@@ -314,6 +328,8 @@ class Rank(Profile):
         """Step time without communication, with torch DDP, with cdist DDP, and what it consists of."""
         torch = self.torch
         for name, (make, inputs, loss) in self.models().items():
+            if self.args.models not in name:
+                continue
             try:
                 torch.manual_seed(0)
                 base = make().cuda()
@@ -390,7 +406,8 @@ def main():
     parser.add_argument("--raw", default="")
     parser.add_argument("--out", default="build/gpu")
     parser.add_argument("--only", default="small,big,ddp")
-    parser.add_argument("--rounds", type=int, default=10, help="of five steps of each contender")
+    parser.add_argument("--rounds", type=int, default=16, help=f"of {BLOCK} steps of each contender")
+    parser.add_argument("--models", default="", help="those whose name has this")
     parser.add_argument("--ports", default="")
     args = parser.parse_args()
     Path(args.out).mkdir(parents=True, exist_ok=True)

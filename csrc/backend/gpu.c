@@ -11,25 +11,25 @@ static cd_gpu_backend *of(cd_backend *backend)
     return (cd_gpu_backend *)backend;
 }
 
-/* Lock and context around each entry point. */
+/* Being inside, and the context, around each entry point. */
 typedef struct {
-    bool locked, pushed;
+    bool entered, pushed;
 } visit;
 
 /* The caller may hold what the present owner needs to go on (Python's interpreter lock): patience gives it up. */
-cd_status cd_gpu_lock(cd_gpu_backend *b, const cd_patience *patience)
+cd_status cd_gpu_go_in(cd_gpu_backend *b, cd_kind kind, cd_deadline deadline, const cd_patience *patience)
 {
     cd_waiter waiter = cd_waiter_start(patience);
-    while (cd_unlikely(pthread_mutex_trylock(&b->lock) != 0))
+    while (!cd_gpu_try_go_in(b, kind, deadline))
         CD_TRY(cd_waiter_turn(&waiter));
     return CD_OK;
 }
 
 /* An operation's place among those of another thread's coalesced group would be a matter of luck. */
-static cd_status lock_for_operation(cd_gpu_backend *b, const cd_patience *patience)
+static cd_status go_in_for_operation(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience)
 {
     cd_waiter waiter = cd_waiter_start(patience);
-    while (cd_unlikely(pthread_mutex_trylock(&b->lock) != 0)) {
+    while (!cd_gpu_try_go_in(b, kind, patience->deadline)) {
         if (b->grouping)
             return cd_fail(CD_BAD_ARGUMENT, "another thread has a coalesced group of this process group open");
         CD_TRY(cd_waiter_turn(&waiter));
@@ -37,22 +37,14 @@ static cd_status lock_for_operation(cd_gpu_backend *b, const cd_patience *patien
     return CD_OK;
 }
 
-static void leave(cd_gpu_backend *b)
-{
-    cd_gpu_come_out(b);
-    pthread_mutex_unlock(&b->lock);
-}
-
 static cd_status visit_begin(cd_gpu_backend *b, cd_kind kind, const cd_patience *patience, visit *v)
 {
-    v->locked = !cd_gpu_owns_group(b);
-    if (v->locked) {
-        CD_TRY(lock_for_operation(b, patience));
-        cd_gpu_go_in(b, kind, patience->deadline);
-    }
+    v->entered = !cd_gpu_owns_group(b);
+    if (v->entered)
+        CD_TRY(go_in_for_operation(b, kind, patience));
     cd_status status = cd_gpu_enter(&b->gpu, &v->pushed);
-    if (cd_unlikely(status != CD_OK) && v->locked)
-        leave(b);
+    if (cd_unlikely(status != CD_OK) && v->entered)
+        cd_gpu_come_out(b);
     return status;
 }
 
@@ -61,8 +53,8 @@ static void visit_end(cd_gpu_backend *b, const visit *v, cd_status status)
     if (cd_unlikely(cd_status_is_sticky(status) || status == CD_INTERRUPTED))
         atomic_store(&b->broken, true);
     cd_gpu_leave(&b->gpu, v->pushed);
-    if (v->locked)
-        leave(b);
+    if (v->entered)
+        cd_gpu_come_out(b);
 }
 
 static bool gpu_is_quick(cd_backend *backend, const cd_op *op)
@@ -160,11 +152,10 @@ static cd_status gpu_group_begin(cd_backend *backend, const cd_patience *patienc
     cd_gpu_backend *b = of(backend);
     if (cd_gpu_owns_group(b))
         return cd_fail(CD_BAD_ARGUMENT, "a coalesced group is already open in this thread");
-    CD_TRY(cd_gpu_lock(b, patience));
     /* Inside until the group ends, since NCCL remembers the communicator until then: an abort meanwhile frees nothing. */
-    cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
+    CD_TRY(cd_gpu_go_in(b, CD_BARRIER, CD_NEVER, patience));
     if (!atomic_load(&b->comm) || b->nccl.group_start() != CD_NCCL_SUCCESS) {
-        leave(b);
+        cd_gpu_come_out(b);
         return cd_gpu_cause(b);
     }
     b->group_owner = pthread_self();
@@ -198,7 +189,10 @@ static cd_status gpu_group_end(cd_backend *backend, const cd_patience *patience)
     if (!cd_gpu_owns_group(b))
         return cd_fail(CD_BAD_ARGUMENT, "no coalesced group is open in this thread");
     b->grouping = false;
-    cd_gpu_go_in(b, CD_SEND, patience->deadline);
+    /* From here on with a deadline, as another visit. Release: the watch does not take it for that of the one before. */
+    cd_gpu_count_visit(b);
+    atomic_store_explicit(&b->inside_kind, CD_SEND, memory_order_relaxed);
+    atomic_store_explicit(&b->inside_until, patience->deadline.at_ns ? patience->deadline.at_ns : 1, memory_order_release);
     cd_status status = cd_gpu_enter(&b->gpu, &pushed);
     cd_nccl_result result = b->nccl.group_end();
     cd_nccl_comm comm = atomic_load(&b->comm);
@@ -206,7 +200,7 @@ static cd_status gpu_group_end(cd_backend *backend, const cd_patience *patience)
         status = comm ? cd_gpu_settle(b, comm, result, "coalesced operations", patience) : cd_gpu_cause(b);
     cd_status after = cd_gpu_finish_deferred(b, status == CD_OK);
     status = record_grouped(b, status == CD_OK ? after : status);
-    visit_end(b, &(visit){.locked = true, .pushed = pushed}, status);
+    visit_end(b, &(visit){.entered = true, .pushed = pushed}, status);
     return status;
 }
 
@@ -244,7 +238,6 @@ static cd_status take_down(void *arg)
     }
     cd_nccl_close(&b->nccl);
     cd_driver_close(&b->driver);
-    pthread_mutex_destroy(&b->lock);
     pthread_mutex_destroy(&b->events_lock);
     pthread_mutex_destroy(&b->watch_lock);
     pthread_mutex_destroy(&b->blocks_lock);
@@ -340,7 +333,6 @@ static cd_status fill_pool(cd_gpu_backend *b)
 static void init_locks(cd_gpu_backend *b)
 {
     pthread_condattr_t attributes;
-    pthread_mutex_init(&b->lock, 0);
     pthread_mutex_init(&b->events_lock, 0);
     pthread_mutex_init(&b->watch_lock, 0);
     pthread_mutex_init(&b->blocks_lock, 0);

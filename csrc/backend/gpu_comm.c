@@ -174,6 +174,14 @@ static cd_status meet(cd_gpu_backend *b, const cd_backend_env *env, cd_status pr
     return status;
 }
 
+/* A communicator on its way out. Freeing it gives GPU memory back, for which the driver waits until other work on the GPU has
+ * ended, also of others: that is done in a thread of its own, which may be left. */
+typedef struct {
+    cd_gpu_backend *b; /* held */
+    cd_nccl_comm comm;
+    _Atomic bool over; /* no call is inside any more */
+} burial;
+
 /* A call on a communicator whose abort flag may be raised while the call goes on. */
 typedef struct {
     cd_gpu_backend *b, *parent; /* parent: made from */
@@ -184,7 +192,9 @@ typedef struct {
     _Atomic(cd_nccl_comm) comm;   /* NCCL stores it early in its creation */
     _Atomic bool over;
     bool begun;                   /* a call that makes it from the parent */
-    bool raised;                  /* the flag, inside an NCCL group that is still open in the caller's thread */
+    burial *burial;               /* what `undertaker` is at; NULL: not begun */
+    cd_gpu_errand_state *undertaker;
+    bool raised;                  /* there was no thread for that: the flag, in a group that is open in the caller's thread */
 } venture;
 
 static venture venture_of(cd_gpu_backend *b, const cd_patience *patience)
@@ -201,6 +211,44 @@ static bool raise_flag(cd_gpu_backend *b, cd_nccl_comm comm)
     return true;
 }
 
+/* Raises the flag and frees, which NCCL wants from one thread, when the call has come out. */
+static cd_status bury_main(void *arg)
+{
+    burial *d = arg;
+    cd_gpu_backend *b = d->b;
+    bool pushed = false, entered = cd_gpu_enter(&b->gpu, &pushed) == CD_OK, raised = entered && raise_flag(b, d->comm);
+    /* Release: who sees it comes after NCCL's last look at what is made from this communicator. */
+    if (raised)
+        atomic_store_explicit(&b->raised, 1, memory_order_release);
+    while (!atomic_load_explicit(&d->over, memory_order_acquire))
+        cd_sleep_ns(CD_NS_PER_MS);
+    if (raised)
+        b->nccl.group_end();
+    else if (entered)
+        b->nccl.comm_abort(d->comm);
+    if (entered)
+        cd_gpu_leave(&b->gpu, pushed);
+    cd_gpu_backend_unref(b);
+    free(d);
+    return CD_OK;
+}
+
+static bool bury(venture *v, cd_nccl_comm comm)
+{
+    burial *d = malloc(sizeof *d);
+    if (!d)
+        return false;
+    *d = (burial){.b = v->b, .comm = comm};
+    atomic_fetch_add_explicit(&v->b->refs, 1, memory_order_relaxed);
+    if (cd_gpu_errand_begin(bury_main, d, &v->undertaker) == CD_OK) {
+        v->burial = d;
+        return true;
+    }
+    cd_gpu_backend_unref(v->b);
+    free(d);
+    return false;
+}
+
 static void stop_venture(void *arg)
 {
     venture *v = arg;
@@ -208,18 +256,24 @@ static void stop_venture(void *arg)
     atomic_store_explicit(&v->b->aborted, true, memory_order_release);
     while (!(comm = atomic_load(&v->comm)) && !atomic_load_explicit(&v->over, memory_order_acquire))
         cd_sleep_ns(CD_NS_PER_MS);
-    if (comm)
+    if (comm && !bury(v, comm))
         v->raised = raise_flag(v->b, comm);
 }
 
-/* Frees the communicator of a venture that failed and is over. */
+/* Frees the communicator of a venture that failed and is over; what takes longer than a farewell goes on by itself. */
 static void drop_venture(venture *v)
 {
+    cd_error kept = *cd_last_error();
+    cd_patience patience = {.deadline = cd_deadline_after_ns(CD_GPU_FAREWELL_NS)};
     cd_nccl_comm comm = atomic_load(&v->comm);
-    if (v->raised)
+    if (v->raised) {
         v->b->nccl.group_end();
-    else if (comm)
-        v->b->nccl.comm_abort(comm);
+    } else if (v->burial || (comm && bury(v, comm))) {
+        /* Release: it frees after the call's last use, itself too. */
+        atomic_store_explicit(&v->burial->over, true, memory_order_release);
+        (void)cd_gpu_errand_end(v->undertaker, 0, &patience);
+    }
+    cd_fail_with(&kept);
 }
 
 static cd_status create(venture *v)
@@ -316,15 +370,11 @@ static void drop_derived(venture *v)
 static cd_status derive(venture *v, const cd_patience *patience)
 {
     cd_gpu_backend *p = v->parent;
-    cd_waiter waiter = cd_waiter_start(patience);
-    while (pthread_mutex_trylock(&p->lock) != 0)
-        CD_TRY(cd_waiter_turn(&waiter));
-    cd_gpu_go_in(p, CD_BARRIER, patience->deadline);
+    CD_TRY(cd_gpu_go_in(p, CD_BARRIER, patience->deadline, patience));
     cd_status status = cd_gpu_errand(derive_main, stop_derive, v, patience);
     if (status != CD_OK)
         drop_derived(v);
     cd_gpu_come_out(p);
-    pthread_mutex_unlock(&p->lock);
     return status;
 }
 
@@ -401,12 +451,6 @@ static cd_status finalize_main(void *arg)
     return status;
 }
 
-typedef struct {
-    cd_gpu_backend *b; /* held */
-    cd_nccl_comm comm;
-} burial;
-
-/* Frees GPU memory, for which the driver can wait until other work on the GPU has ended. */
 static cd_status destroy_main(void *arg)
 {
     burial *d = arg;
@@ -426,7 +470,7 @@ static void destroy(cd_gpu_backend *b, cd_nccl_comm comm, const cd_patience *pat
     burial *d = malloc(sizeof *d);
     if (!d)
         return; /* its memory ends with the process */
-    *d = (burial){b, comm};
+    *d = (burial){.b = b, .comm = comm};
     atomic_fetch_add_explicit(&b->refs, 1, memory_order_relaxed);
     if (cd_gpu_errand(destroy_main, 0, d, patience) == CD_NO_MEMORY) {
         cd_gpu_backend_unref(b);
@@ -449,7 +493,11 @@ void cd_gpu_close_comm(cd_gpu_backend *b)
         else
             drop_venture(&v);
     } else {
-        cd_gpu_abort_comm(b);
+        venture v = {.b = b};
+        cd_log_about("gpu", "rank %d aborts its communicator", b->rank);
+        atomic_store_explicit(&b->aborted, true, memory_order_release);
+        atomic_store(&v.comm, atomic_exchange(&b->comm, 0));
+        drop_venture(&v);
     }
     cd_fail_with(&kept);
 }

@@ -4,7 +4,7 @@
 #include <signal.h>
 #include <stdlib.h>
 
-typedef struct {
+struct cd_gpu_errand_state {
     cd_status (*body)(void *arg);
     void *arg;
     cd_status status;
@@ -12,7 +12,9 @@ typedef struct {
     _Atomic uint64_t done;
     _Atomic uint32_t refs; /* the thread's and the caller's */
     cd_bell bell;
-} errand;
+    pthread_t thread;
+};
+typedef struct cd_gpu_errand_state errand;
 
 static void unref(errand *e)
 {
@@ -34,41 +36,47 @@ static void *errand_main(void *arg)
     return 0;
 }
 
-static cd_status start(errand *e, pthread_t *out)
+cd_status cd_gpu_errand_begin(cd_status (*body)(void *arg), void *arg, cd_gpu_errand_state **out)
 {
     sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(out, 0, errand_main, e);
-    pthread_sigmask(SIG_SETMASK, &before, 0);
-    return error ? cd_fail_errno(CD_NO_MEMORY, error, "a thread for a call into NCCL cannot be started") : CD_OK;
-}
-
-cd_status cd_gpu_errand(cd_status (*body)(void *arg), void (*stop)(void *arg), void *arg, const cd_patience *patience)
-{
     errand *e = calloc(1, sizeof *e);
-    pthread_t thread;
     if (!e)
         return cd_fail(CD_NO_MEMORY, "no memory for a call into NCCL");
     *e = (errand){.body = body, .arg = arg, .refs = 2};
-    cd_status status = start(e, &thread);
-    if (status != CD_OK) {
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&e->thread, 0, errand_main, e);
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+    if (error) {
         free(e);
-        return status;
+        return cd_fail_errno(CD_NO_MEMORY, error, "a thread for a call into NCCL cannot be started");
     }
+    *out = e;
+    return CD_OK;
+}
+
+cd_status cd_gpu_errand_end(cd_gpu_errand_state *e, void (*stop)(void *arg), const cd_patience *patience)
+{
     cd_patience own = *patience;
     own.bell = &e->bell;
     own.spin = own.yields = 0;
-    status = cd_wait_at_least(&e->done, 1, -1, &own);
+    cd_status status = cd_wait_at_least(&e->done, 1, -1, &own);
     cd_error why = *cd_last_error();
     if (status != CD_OK && stop)
-        stop(arg);
+        stop(e->arg);
     if (status != CD_OK && !stop)
-        pthread_detach(thread);
+        pthread_detach(e->thread);
     else
-        pthread_join(thread, 0);
+        pthread_join(e->thread, 0);
     if (status == CD_OK && (status = e->status) != CD_OK)
         why = e->error;
     unref(e);
     return status == CD_OK ? CD_OK : cd_fail_with(&why);
+}
+
+cd_status cd_gpu_errand(cd_status (*body)(void *arg), void (*stop)(void *arg), void *arg, const cd_patience *patience)
+{
+    errand *e;
+    CD_TRY(cd_gpu_errand_begin(body, arg, &e));
+    return cd_gpu_errand_end(e, stop, patience);
 }

@@ -68,21 +68,26 @@ void cd_gpu_event_unref(cd_event *event)
 }
 
 /* Under events_lock: takes the oldest operation off the list, if it has ended. One that failed is not marked as done: its holder
- * reports it. */
+ * reports it, and the group has ended. */
 static bool drop_ended(cd_gpu_backend *b)
 {
     if (b->running_count == 0)
         return false;
     cd_event *event = b->running[b->running_first];
-    uint32_t state = atomic_load_explicit(&event->state, memory_order_acquire);
-    if (state == CD_EVENT_PENDING)
-        return false; /* its event still tells of an earlier record */
-    if (state != CD_EVENT_DONE) {
+    uint32_t state = CD_EVENT_RECORDED;
+    /* Acquire: the record was made before. ASKED keeps claim_newest away, whose new record would make the answer untrue. */
+    if (atomic_compare_exchange_strong_explicit(&event->state, &state, CD_EVENT_ASKED, memory_order_acquire,
+                                                memory_order_acquire)) {
         cd_cu_result result = b->driver.event_query(event->cu);
+        bool is_good = result == CD_CU_SUCCESS && !atomic_load_explicit(&b->aborted, memory_order_acquire);
+        state = CD_EVENT_ASKED;
+        /* Release, as all who mark it. A holder may have made it DONE meanwhile: that stays. */
+        atomic_compare_exchange_strong_explicit(&event->state, &state, is_good ? CD_EVENT_DONE : CD_EVENT_RECORDED,
+                                                memory_order_release, memory_order_relaxed);
         if (result == CD_CU_NOT_READY)
             return false;
-        if (result == CD_CU_SUCCESS && !atomic_load_explicit(&b->aborted, memory_order_acquire))
-            atomic_store_explicit(&event->state, CD_EVENT_DONE, memory_order_release);
+    } else if (state == CD_EVENT_PENDING) {
+        return false; /* its event still tells of an earlier record */
     }
     b->running_first = (b->running_first + 1) % CD_GPU_RUNNING;
     b->running_count--;
@@ -105,22 +110,22 @@ cd_event *cd_gpu_events_reap(cd_gpu_backend *b)
     }
 }
 
+/* Without events_lock: that costs two of the few atomic exchanges of an operation. */
 static cd_event *claim_newest(cd_gpu_backend *b, cd_cu_stream stream, uint64_t deadline_ns)
 {
-    cd_event *newest = 0;
-    pthread_mutex_lock(&b->events_lock);
-    if (b->running_count > 0)
-        newest = b->running[(b->running_first + b->running_count - 1) % CD_GPU_RUNNING];
-    /* refs 1: the list's alone. A deadline before the first one's is far from it too. */
-    if (newest && (newest->stream != stream || deadline_ns - newest->deadline_ns > CD_GPU_SLACK_NS ||
-                   atomic_load_explicit(&newest->refs, memory_order_relaxed) != 1))
-        newest = 0;
-    /* Under drop_ended's lock: either it has asked for the old record and dropped the event, or it sees PENDING and lets it stay
-     * until the new record is made. */
-    if (newest)
-        atomic_store_explicit(&newest->state, CD_EVENT_PENDING, memory_order_relaxed);
-    pthread_mutex_unlock(&b->events_lock);
-    return newest;
+    cd_event *newest = b->newest;
+    uint32_t recorded = CD_EVENT_RECORDED;
+    /* refs 1: the list's alone. Acquire: a holder that has let go marked it as done before. A deadline before the first one's is
+     * far from it too. */
+    if (!newest || newest->stream != stream || deadline_ns - newest->deadline_ns > CD_GPU_SLACK_NS ||
+        atomic_load_explicit(&newest->refs, memory_order_acquire) != 1)
+        return 0;
+    /* Either drop_ended is at it (ASKED), or has taken it off the list (DONE), and we do not get it; or it does not get it and
+     * sees PENDING until the new record is made. What it drops as failed has no refs, or belongs to a group that launches nothing
+     * any more. Relaxed: the record is told of by the release of RECORDED. */
+    bool is_ours = atomic_compare_exchange_strong_explicit(&newest->state, &recorded, CD_EVENT_PENDING, memory_order_relaxed,
+                                                           memory_order_relaxed);
+    return is_ours ? newest : 0;
 }
 
 cd_status cd_gpu_event_extend(cd_gpu_backend *b, cd_cu_stream stream, const cd_patience *patience, bool *done_p)
@@ -161,6 +166,7 @@ cd_status cd_gpu_event_record(cd_gpu_backend *b, cd_event *event, cd_cu_stream s
     if (!give)
         atomic_fetch_add_explicit(&event->refs, 1, memory_order_relaxed);
     b->running[(b->running_first + b->running_count++) % CD_GPU_RUNNING] = event;
+    b->newest = event;
     if (!b->spare)
         b->spare = pop(b);
     pthread_mutex_unlock(&b->events_lock);

@@ -139,7 +139,7 @@ static cd_status sweep(cd_gpu_backend *b, const cd_patience *patience)
 
 /* Gives back what was released, when all work that was queued by then, in any stream, is through: NCCL's
  * memory is taken away under kernels that use it (2.28 on an H200: "an illegal memory access"), where the
- * driver's own waits. Under lock, context current; not while a coalesced group is open, whose operations are
+ * driver's own waits. By who is inside, context current; not while a coalesced group is open, whose operations are
  * yet to be launched. */
 static cd_status reclaim(cd_gpu_backend *b, const cd_patience *patience)
 {
@@ -173,10 +173,8 @@ static cd_status alloc(cd_backend *backend, size_t bytes, bool plain, const cd_p
     cd_gpu_backend *b = (cd_gpu_backend *)backend;
     cd_gpu_block block;
     bool pushed, inside = cd_gpu_owns_group(b);
-    if (!inside) {
-        CD_TRY(cd_gpu_lock(b, patience));
-        cd_gpu_go_in(b, CD_BARRIER, CD_NEVER);
-    }
+    if (!inside)
+        CD_TRY(cd_gpu_go_in(b, CD_BARRIER, CD_NEVER, patience));
     cd_status status = cd_gpu_enter(&b->gpu, &pushed);
     if (status == CD_OK) {
         status = take_or_reclaim(b, bytes ? bytes : 1, plain, patience, inside, &block);
@@ -184,10 +182,8 @@ static cd_status alloc(cd_backend *backend, size_t bytes, bool plain, const cd_p
             give_back(b, &block);
         cd_gpu_leave(&b->gpu, pushed);
     }
-    if (!inside) {
+    if (!inside)
         cd_gpu_come_out(b);
-        pthread_mutex_unlock(&b->lock);
-    }
     if (status == CD_OK)
         *out = block.memory;
     return status;

@@ -27,12 +27,15 @@ static void look_for_errors(cd_gpu_backend *b)
  * deadline that had passed before the call, is no reason to end the group. */
 static void look_inside(cd_gpu_backend *b)
 {
+    /* Acquire, twice: the loads stay in this order. The same number on both sides of `until` is that of its visit, since a visit
+     * counts itself before its word is taken away, and who goes in next has seen that. */
+    uint64_t visit = atomic_load_explicit(&b->visits, memory_order_acquire);
     uint64_t until = atomic_load_explicit(&b->inside_until, memory_order_acquire);
-    uint64_t visit = atomic_load_explicit(&b->visits, memory_order_relaxed);
-    if (until == 0 || cd_now_ns() < until) {
+    bool is_of_visit = atomic_load_explicit(&b->visits, memory_order_relaxed) == visit;
+    if (until == 0 || !is_of_visit || cd_now_ns() < until) {
         b->late_visit = 0;
-    } else if (b->late_visit != visit) {
-        b->late_visit = visit;
+    } else if (b->late_visit != visit + 1) {
+        b->late_visit = visit + 1;
     } else {
         cd_fail(CD_TIMED_OUT, "rank %d: %s was still inside NCCL at its deadline: a rank does not take part",
                 cd_gpu_rank(b, b->rank),

@@ -349,6 +349,7 @@ int main(void)
     check_on_ranks(N, rank_main, &group);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_left)() == 0);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_aborts)() == 0);
+    CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_factors)() == 0);
     CHECK(FAKE_NCCL_CALL(int (*)(void), fake_nccl_early_calls)() == 0);
     CHECK(FAKE_CUDA_CALL(long (*)(void), fake_cuda_left)() == 0);
     puts("test_cuda_backend: ok");

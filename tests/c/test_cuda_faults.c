@@ -376,6 +376,7 @@ static void connect_alone(gpu_rank *r, int way, bool coalesced)
     pthread_t thread;
     ending e = {r, way};
     cd_patience brief = r->patience;
+    brief.cause = 0; /* the backend knows the group's */
     if (way == BY_DEADLINE)
         brief.deadline = cd_deadline_after_ns(200 * CD_NS_PER_MS);
     CHECK(pthread_create(&thread, 0, end_soon, &e) == 0);
@@ -425,6 +426,7 @@ static void interrupted_main(int rank, void *ctx)
         with_idle.idle = interrupt;
         with_idle.idle_ctx = &calls;
         CHECK_FAILS(r.backend->ops->run(r.backend, &op, &with_idle), CD_INTERRUPTED);
+        CHECK(((cd_gpu_backend *)r.backend)->broken);
     }
     pthread_barrier_wait(&r.group->barrier);
     gpu_rank_close(&r);
@@ -528,6 +530,39 @@ static void check_farewell(void)
     }
 }
 
+/* The end of a group whose communicator has to be aborted, since it does not close or is broken, behind a kernel that does not
+ * end: it is over within seconds, and nothing is left when the kernel ends after all. */
+static void check_aborted_farewell(void)
+{
+    void (*hold)(void *) = FAKE_CUDA_CALL(void (*)(void *), fake_stream_hold);
+    void (*let_go)(void) = FAKE_CUDA_CALL(void (*)(void), fake_streams_let_go);
+    void (*hang)(int) = FAKE_NCCL_CALL(void (*)(int), fake_nccl_hang_finalize);
+    int (*made)(void) = FAKE_NCCL_CALL(int (*)(void), fake_nccl_left);
+    int (*aborts)(void) = FAKE_NCCL_CALL(int (*)(void), fake_nccl_aborts);
+    long before = FAKE_CUDA_CALL(long (*)(void), fake_cuda_left)();
+    static gpu_group g[2];
+    gpu_rank r;
+    bool pushed;
+    for (int is_broken = 0; is_broken < 2; is_broken++) {
+        gpu_group_init(&g[is_broken], 1);
+        gpu_rank_open(&r, &g[is_broken], 0);
+        cd_gpu_backend *b = (cd_gpu_backend *)r.backend;
+        atomic_store(&b->broken, is_broken);
+        hang(!is_broken);
+        CHECK_OK(cd_gpu_enter(&b->gpu, &pushed));
+        hold(0);
+        cd_gpu_leave(&b->gpu, pushed);
+        int aborts_before = aborts();
+        gpu_rank_close(&r); /* hung for ever */
+        CHECK(aborts() == aborts_before + 1);
+        CHECK(made() == 1);
+        let_go();
+        hang(0);
+        wait_until_given_back(before);
+        CHECK(made() == 0);
+    }
+}
+
 /* Memory that was released is not waited for longer than the caller's patience, nor against Ctrl-C. */
 static void check_reclaim(void)
 {
@@ -608,6 +643,7 @@ int main(void)
     on_group(2, broken_split_main);
     on_group(3, broken_shrink_main);
     check_farewell();
+    check_aborted_farewell();
     check_reclaim();
     check_older();
     gpu_group_init(&parts.whole, 4);

@@ -58,6 +58,7 @@ typedef struct comm {
     bool launched;
     double premul[PREMULS];
     int premul_count;
+    cd_cu_address memory; /* on the GPU: giving it back waits for what runs there */
 } comm;
 
 typedef enum { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV } kind;
@@ -87,9 +88,13 @@ static _Thread_local int grouped_count;
 static _Thread_local cd_nccl_result group_error;
 static _Atomic int failing[RANKS];
 static _Atomic int left, aborts, splits, shrinks, groups, early_calls, pulled, waiting, ids, broken;
+static _Atomic int finalize_hangs, factors, registered;
 enum { DOOMED = 16, INTERNAL_ERROR = 3 };
 static _Thread_local comm *doomed[DOOMED]; /* freed at the end of the group */
 static _Thread_local int doomed_count;
+
+cd_cu_result cuMemAlloc_v2(cd_cu_address *out, size_t bytes);
+cd_cu_result cuMemFree_v2(cd_cu_address address);
 
 static void nap(void)
 {
@@ -121,7 +126,15 @@ static comm *make_comm(int world, int rank)
     atomic_store(&c->refs, 1);
     atomic_store(&c->early, 3);
     atomic_fetch_add(&left, 1);
+    cuMemAlloc_v2(&c->memory, 16);
     return c;
+}
+
+static void give_back(comm *c)
+{
+    cuMemFree_v2(c->memory);
+    atomic_fetch_sub(&left, 1);
+    unref(c);
 }
 
 static bool attach(comm *c)
@@ -249,8 +262,7 @@ static void free_aborted(comm *c)
     if (atomic_load(&c->inside) > 0)
         atomic_fetch_add(&pulled, 1);
     unlink(c->path);
-    atomic_fetch_sub(&left, 1);
-    unref(c);
+    give_back(c);
 }
 
 static bool too_early(comm *c)
@@ -344,16 +356,20 @@ cd_nccl_result ncclCommGetAsyncError(cd_nccl_comm handle, cd_nccl_result *out)
 cd_nccl_result ncclCommFinalize(cd_nccl_comm handle)
 {
     comm *c = handle;
-    if (c->blocking)
-        return CD_NCCL_SUCCESS;
+    if (c->blocking) {
+        atomic_fetch_add(&c->inside, 1);
+        while (atomic_load(&finalize_hangs) && !atomic_load(&c->abort))
+            nap();
+        atomic_fetch_sub(&c->inside, 1);
+        return atomic_load(&c->abort) ? INTERNAL_ERROR : CD_NCCL_SUCCESS;
+    }
     atomic_store(&c->early, 2);
     return CD_NCCL_IN_PROGRESS;
 }
 
 cd_nccl_result ncclCommDestroy(cd_nccl_comm handle)
 {
-    atomic_fetch_sub(&left, 1);
-    unref(handle);
+    give_back(handle);
     return 0;
 }
 
@@ -738,18 +754,19 @@ cd_nccl_result ncclRedOpCreatePreMulSum(cd_nccl_redop *out, void *scalar, cd_ncc
                     : type == CD_NCCL_FLOAT16 ? from_half(half)
                                               : from_bf16(half);
     *out = FIRST_PREMUL + at;
+    atomic_fetch_add(&factors, 1);
     return 0;
 }
 
 cd_nccl_result ncclRedOpDestroy(cd_nccl_redop redop, cd_nccl_comm handle)
 {
     (void)handle;
+    atomic_fetch_sub(&factors, 1);
     return redop >= FIRST_PREMUL ? CD_NCCL_SUCCESS : CD_NCCL_INVALID_ARGUMENT;
 }
 
 cd_nccl_result ncclMemAlloc(void **out, size_t bytes)
 {
-    extern cd_cu_result cuMemAlloc_v2(cd_cu_address *, size_t);
     cd_cu_address address;
     cuMemAlloc_v2(&address, bytes);
     *out = (void *)(uintptr_t)address;
@@ -768,6 +785,7 @@ cd_nccl_result ncclCommRegister(cd_nccl_comm comm_handle, void *memory, size_t b
     (void)comm_handle;
     (void)bytes;
     *out = memory;
+    atomic_fetch_add(&registered, 1);
     return 0;
 }
 
@@ -775,6 +793,7 @@ cd_nccl_result ncclCommDeregister(cd_nccl_comm comm_handle, void *handle)
 {
     (void)comm_handle;
     (void)handle;
+    atomic_fetch_sub(&registered, 1);
     return 0;
 }
 
@@ -785,9 +804,24 @@ void fake_nccl_fail(int rank, int result)
     atomic_store(&failing[rank], result);
 }
 
+void fake_nccl_hang_finalize(int on)
+{
+    atomic_store(&finalize_hangs, on);
+}
+
 void fake_nccl_break(int on)
 {
     atomic_store(&broken, on);
+}
+
+int fake_nccl_factors(void)
+{
+    return atomic_load(&factors);
+}
+
+int fake_nccl_registered(void)
+{
+    return atomic_load(&registered);
 }
 
 int fake_nccl_left(void)

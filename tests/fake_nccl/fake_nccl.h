@@ -6,8 +6,13 @@
 void fake_nccl_fail(int rank, int result);
 /* Communicators that are made from others come to nothing from now on; 0 ends it. */
 void fake_nccl_break(int on);
+/* ncclCommFinalize comes back only when its communicator is aborted, from now on; 0 ends it. */
+void fake_nccl_hang_finalize(int on);
 /* Communicators that were made and neither destroyed nor aborted. */
 int fake_nccl_left(void);
+/* Factors and registrations of memory that were made and not destroyed. */
+int fake_nccl_factors(void);
+int fake_nccl_registered(void);
 /* How often ncclCommAbort, ncclCommSplit and ncclCommShrink were called in this process. */
 int fake_nccl_aborts(void);
 int fake_nccl_splits(void);
