@@ -131,6 +131,17 @@ def test_two_ranks_do_not_share_a_gpu_otherwise(fakes, version, told):
         assert value != [3.0] * 3
 
 
+def test_ranks_with_another_nccl_are_refused_on_all(fakes):
+    def body(rank, world):
+        os.environ["FAKE_NCCL_VERSION"] = "22907" if rank else "22807"
+        x = fake_gpu.Module(rank).put(np.ones(3))
+        return outcome(lambda: cdist.all_reduce(x))
+
+    for kind, text in run(body, 2, environ=fakes, check_leftovers=False):
+        assert issubclass(kind, TypeError)
+        assert "rank 0 has NCCL 22807, rank 1 has 22907: all ranks need the same" in text
+
+
 def test_no_nccl_says_where_it_was_looked_for(fakes):
     def body(rank, world):
         x = fake_gpu.Module(rank).put(np.ones(3))
