@@ -18,7 +18,7 @@ typedef struct {
 uint64_t cd_now_ns(void);
 /* The same clock as of the last tick (4 ms here): a fifth of the cost. */
 uint64_t cd_now_coarse_ns(void);
-/* Now + ns, saturating: a huge ns is "never". */
+/* Now + ns, saturating: a huge ns is "never". From a minute on about 10 ms later. */
 cd_deadline cd_deadline_after_ns(uint64_t ns);
 bool cd_deadline_passed(cd_deadline deadline);
 /* Time left, 0 when passed, UINT64_MAX when never. */

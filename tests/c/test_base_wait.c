@@ -29,6 +29,14 @@ static void test_deadline_names_peer(void)
     CHECK_FAILS(cd_wait_at_least(&word, 1, 5, &patience), CD_TIMED_OUT);
 }
 
+static void test_far_deadlines(void)
+{
+    CHECK(cd_deadline_after_ns(UINT64_MAX).at_ns == CD_NEVER.at_ns);
+    CHECK(cd_deadline_after_ns(UINT64_MAX - 1).at_ns == CD_NEVER.at_ns);
+    uint64_t before = cd_now_ns(), at = cd_deadline_after_ns(3600 * CD_NS_PER_S).at_ns;
+    CHECK(at > before + 3590 * CD_NS_PER_S && at < before + 4000 * CD_NS_PER_S);
+}
+
 static void test_departure_ends_wait_for_that_peer_only(void)
 {
     _Atomic uint64_t word = 0;
@@ -101,6 +109,7 @@ int main(void)
 {
     test_value_beats_abort();
     test_deadline_names_peer();
+    test_far_deadlines();
     test_departure_ends_wait_for_that_peer_only();
     test_idle_is_called_and_can_end_the_wait();
     test_bell_wakes_who_sleeps_on_it();
