@@ -3,9 +3,15 @@
 #include "coll/shm_team_impl.h"
 
 /* Contributions of up to CD_SHM_INLINE bytes travel in the head's own line; larger ones need a claim first. */
-static inline char *payload_of(const cd_shm_team *shm, int rank, size_t bytes)
+static inline const char *payload_of(const cd_shm_team *shm, int rank, size_t bytes)
 {
     return bytes <= CD_SHM_INLINE ? cd_shm_head_of(shm, rank)->payload : cd_shm_small_of(shm, rank);
+}
+
+/* The own one, before the head is entered. */
+static inline char *own_payload(cd_shm_team *shm, size_t bytes)
+{
+    return bytes <= CD_SHM_INLINE ? shm->draft.payload : cd_shm_small_of(shm, shm->rank);
 }
 
 /* Reduces shm->inputs into a piece of the output. */
@@ -25,7 +31,7 @@ static cd_status run_reduce(cd_team *team, const cd_op *op, const cd_patience *p
     cd_shm_begin(shm, op, CD_SHM_SMALL);
     if (give.bytes > CD_SHM_INLINE)
         cd_shm_claim_small(shm, give.bytes);
-    cd_piece_read(&give, 0, give.bytes, payload_of(shm, shm->rank, give.bytes));
+    cd_piece_read(&give, 0, give.bytes, own_payload(shm, give.bytes));
     cd_shm_enter(shm);
     CD_TRY(cd_shm_meet(team, op, patience));
     if (!give.bytes || (op->kind == CD_REDUCE && shm->rank != op->root))
@@ -45,7 +51,7 @@ static cd_status run_broadcast(cd_team *team, const cd_op *op, const cd_patience
     if (piece.bytes > CD_SHM_INLINE)
         cd_shm_claim_small(shm, piece.bytes);
     if (is_root)
-        cd_piece_read(&piece, 0, piece.bytes, payload_of(shm, shm->rank, piece.bytes));
+        cd_piece_read(&piece, 0, piece.bytes, own_payload(shm, piece.bytes));
     cd_shm_enter(shm);
     CD_TRY(cd_shm_meet(team, op, patience));
     if (!is_root)
@@ -75,7 +81,7 @@ static cd_status run_blocks(cd_team *team, const cd_op *op, const cd_patience *p
     if (all > CD_SHM_INLINE)
         cd_shm_claim_small(shm, all);
     if (!from_root || is_root) {
-        char *payload = payload_of(shm, shm->rank, all);
+        char *payload = own_payload(shm, all);
         for (int peer = 0; peer < (one_for_all ? 1 : shm->ranks); peer++)
             cd_piece_read(&shm->gives[one_for_all && to_root ? op->root : peer], 0, block,
                           payload + (size_t)peer * block);

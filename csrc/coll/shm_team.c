@@ -139,7 +139,7 @@ static cd_status look_for_differences(void *ctx)
 {
     const watch *w = ctx;
     const cd_shm_team *shm = w->team->shm;
-    uint32_t signature = cd_shm_head_of(shm, shm->rank)->signature;
+    uint32_t signature = shm->draft.signature;
     for (int peer = 0; peer < shm->ranks; peer++) {
         const cd_shm_head *head = cd_shm_head_of(shm, peer);
         if (atomic_load_explicit(&head->number, memory_order_acquire) >= shm->number && head->signature != signature)
@@ -235,7 +235,7 @@ void cd_shm_give_eagerly(cd_shm_team *shm, bool one_for_all)
             break;
         to += give->bytes;
     }
-    cd_shm_head_of(shm, shm->rank)->eager = 1;
+    shm->draft.eager = 1;
 }
 
 size_t cd_shm_given_before(const cd_shm_team *shm, int peer)

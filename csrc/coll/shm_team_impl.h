@@ -113,6 +113,7 @@ struct cd_shm_team {
     cd_shm_layout layout;
     const cd_arena *arena; /* may be NULL */
     uint64_t number;       /* operations begun */
+    cd_shm_head draft;     /* of the running operation's own head; its number is not used */
     uint64_t moved_ns;     /* when this rank last left a core that it shared */
     uint64_t rounds;       /* rounds of the ring that all operations so far took: the same on all ranks */
     size_t slot_bytes;
@@ -188,11 +189,11 @@ static inline void cd_shm_raise(_Atomic uint64_t *word, uint64_t value)
 /* Parts of the signature: all ranks must take the same path (arena and stage meet alike, and decide afterwards). */
 enum { CD_SHM_SMALL = 0, CD_SHM_ROUNDS = 1 };
 
-/* Begins the next operation: own head (payload still to be written) and descriptor; returns the head. */
+/* Begins the next operation: descriptor, and a draft of the own head, to which the caller adds what it has to say there. */
 static inline cd_shm_head *cd_shm_begin(cd_shm_team *shm, const cd_op *op, uint32_t path)
 {
     shm->number++;
-    cd_shm_head *head = cd_shm_head_of(shm, shm->rank);
+    cd_shm_head *head = &shm->draft;
     head->signature = cd_op_signature(op) ^ path;
     head->eager = 0;
     head->offers = 0;
@@ -203,10 +204,15 @@ static inline cd_shm_head *cd_shm_begin(cd_shm_team *shm, const cd_op *op, uint3
     return head;
 }
 
-/* Makes the own head, and all that was written before, visible to the others. */
+/* Makes the own head, and all that was written before, visible to the others. The line is written in one go: a peer that waits
+ * takes it back as soon as its first word changes, and what is written after that costs a second way between the cores. 2 ranks
+ * on a 2-core Xeon, 4 B, 105 ns of other work between two operations: 258 ns instead of 458 (the best quarter 254 and 320). */
 static inline void cd_shm_enter(cd_shm_team *shm)
 {
-    cd_shm_raise(&cd_shm_head_of(shm, shm->rank)->number, shm->number);
+    cd_shm_head *head = cd_shm_head_of(shm, shm->rank);
+    memcpy((char *)head + sizeof head->number, (const char *)&shm->draft + sizeof head->number,
+           sizeof *head - sizeof head->number);
+    cd_shm_raise(&head->number, shm->number);
 }
 
 /* The slow part of the meeting: waits for one peer's head while looking for differences among those that came. */
@@ -222,7 +228,7 @@ cd_status cd_shm_differs(cd_team *team, int peer) CD_COLD;
 static inline cd_status cd_shm_meet(cd_team *team, const cd_op *op, const cd_patience *patience)
 {
     const cd_shm_team *shm = team->shm;
-    uint32_t signature = cd_shm_head_of(shm, shm->rank)->signature;
+    uint32_t signature = shm->draft.signature;
     for (int peer = 0; peer < shm->ranks; peer++) {
         const cd_shm_head *head = cd_shm_head_of(shm, peer);
         if (cd_unlikely(atomic_load_explicit(&head->number, memory_order_acquire) < shm->number))
