@@ -58,9 +58,16 @@ def test_status_codes_raise_their_class(code, cls):
     with pytest.raises(cls) as caught:
         _core._raise(code, "what happened", 2, "broadcast")
     assert type(caught.value) is cls
-    assert str(caught.value) == "what happened"
+    remedy = " (free some first, or raise the limit of this process: ulimit -v, the container's)"
+    said = {4: f"broadcast: what happened{remedy}", 8: "broadcast: what happened"}
+    assert str(caught.value) == said.get(code, "what happened")
     if issubclass(cls, errors.DistError):
         assert (caught.value.rank, caught.value.operation) == (2, "broadcast")
+
+
+def test_a_call_is_named_once():
+    with pytest.raises(MemoryError, match=r"^no memory to queue broadcast \(free"):
+        _core._raise(4, "no memory to queue broadcast", -1, "broadcast")
 
 
 def test_no_rank_is_none():

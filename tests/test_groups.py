@@ -183,14 +183,22 @@ def _subgroups(rank, world):
         (lambda: cdist.new_subgroups(3), "must be divisible by"),
         (lambda: cdist.new_subgroups_by_enumeration([]), "cannot be empty"),
         (lambda: cdist.new_subgroups_by_enumeration([[0], [0]]), "Rank 0 has appeared in both subgroup"),
-        (lambda: cdist.new_group([0, 0]), "duplicate"),
+        (lambda: cdist.new_group([0, 0]), "new_group: duplicate ranks are not allowed, name each rank once"),
+        (lambda: cdist.new_group([]), "new_group: a group needs at least one rank; ranks=None is all"),
         (lambda: cdist.new_group([0, 9]), r"Rank 9 is out of range. Valid ranks are 0 to 3 \(world_size=4\)"),
         (lambda: cdist.new_group(range(9)), "the new group's world size should be less or equal"),
-        (lambda: cdist.split_group(split_ranks=[[0], [0]]), "duplicate"),
+        (
+            lambda: cdist.split_group(split_ranks=[[0], [0]]),
+            "split_group: .* duplicate ranks; a rank is in one",
+        ),
+        (
+            lambda: cdist.group.WORLD.allreduce([1, 2]),
+            "ProcessGroup.allreduce: expected one tensor, .* list of 2: call it for each",
+        ),
     ]:
         with pytest.raises(ValueError, match=text):
             call()
-    with pytest.raises(TypeError, match="ranks must be a sequence of integers"):
+    with pytest.raises(TypeError, match="new_group: ranks must be a sequence of integers such as .*not 'ab'"):
         cdist.new_group("ab")
     with pytest.raises(TypeError, match="datetime.timedelta"):
         cdist.new_group([0], timeout="1")

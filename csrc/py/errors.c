@@ -43,10 +43,24 @@ static PyObject *find_errors(cd_py_state *state)
     return state->errors;
 }
 
+/* What the detector cannot know: which call it was for, where memory ran out or a store is closed or lost, and what can be done
+ * about memory. */
+static PyObject *text_of(const cd_error *error, const char *operation)
+{
+    const char *remedy = error->code == CD_NO_MEMORY
+                             ? " (free some first, or raise the limit of this process: ulimit -v, the container's)" : "";
+    bool is_named = (error->code != CD_NO_MEMORY && error->code != CD_STORE) || !operation || strstr(error->text, operation);
+    PyObject *text = PyUnicode_DecodeUTF8(error->text, (Py_ssize_t)strlen(error->text), "replace");
+    PyObject *whole = text ? PyUnicode_FromFormat("%s%s%U%s", is_named ? "" : operation, is_named ? "" : ": ", text, remedy)
+                           : NULL;
+    Py_XDECREF(text);
+    return whole;
+}
+
 PyObject *cd_py_exception_of(cd_py_state *state, const cd_error *error, const char *operation)
 {
     class_of_code found = find_class(error->code);
-    PyObject *text = PyUnicode_DecodeUTF8(error->text, (Py_ssize_t)strlen(error->text), "replace");
+    PyObject *text = text_of(error, operation);
     if (!text)
         return NULL;
     PyObject *raised = NULL;

@@ -122,7 +122,7 @@ static int start_server(cd_py_store *self, cd_py_state *state, const char *host,
             cd_fail_prefix("The server socket has failed to listen on any local network address (rank 0 belongs on the host that "
                            "MASTER_ADDR names; CDIST_STORE_BIND names another address of it): ");
         if (status != CD_OK) {
-            cd_py_raise(state, status);
+            cd_py_raise_from(state, status, "TCPStore");
             return -1;
         }
         shared = PyMem_Calloc(1, sizeof *shared);
@@ -166,7 +166,7 @@ static int open_client(cd_py_store *self, cd_py_state *state, const char *host, 
     } while (status == CD_STORE && !self->server && !cd_deadline_passed(patience.deadline));
     cd_py_wait_end(&waiting);
     if (status != CD_OK) {
-        cd_py_raise(state, status);
+        cd_py_raise_from(state, status, "TCPStore");
         return -1;
     }
     atomic_store_explicit(&store->timeout_ns, ns, memory_order_relaxed);
@@ -333,7 +333,7 @@ static int file_init(PyObject *object, PyObject *args, PyObject *keywords)
     cd_py_wait_end(&waiting);
     Py_XSETREF(self->path, path);
     if (status != CD_OK)
-        cd_py_raise(state, status);
+        cd_py_raise_from(state, status, "FileStore");
     return status == CD_OK ? 0 : -1;
 }
 
@@ -357,7 +357,7 @@ static int hash_init(PyObject *object, PyObject *args, PyObject *keywords)
         return -1;
     cd_status status = cd_hash_store_create(&self->store);
     if (status != CD_OK)
-        cd_py_raise(cd_py_state_of_type(Py_TYPE(object)), status);
+        cd_py_raise_from(cd_py_state_of_type(Py_TYPE(object)), status, "HashStore");
     return status == CD_OK ? 0 : -1;
 }
 
@@ -377,7 +377,7 @@ static int prefix_init(PyObject *object, PyObject *args, PyObject *keywords)
     cd_status status = cd_prefix_store_create((cd_bytes){prefix, (size_t)bytes}, store, &self->store);
     cd_store_release(store);
     if (status != CD_OK) {
-        cd_py_raise(state, status);
+        cd_py_raise_from(state, status, "PrefixStore");
         return -1;
     }
     Py_XSETREF(self->under, Py_NewRef(under));

@@ -189,7 +189,7 @@ static cd_status end_wait(store_wait *wait, cd_status status)
         cd_patience patience = begin_wait(&waiting, self, ns);                                          \
         status = end_wait(&waiting, (call));                                                            \
         if (status != CD_OK)                                                                            \
-            cd_py_raise(cd_py_state_of_type(Py_TYPE(self)), status);                                    \
+            cd_py_raise_from(cd_py_state_of_type(Py_TYPE(self)), status, __func__);                     \
     } while (0)
 
 #define PARSE(count_, required_, ...)                                                                   \
@@ -364,7 +364,7 @@ METHOD(multi_set)
     if (bytes_list_of(a[1], "values", &value_items, &values, &value_count) == 0) {
         if (count != value_count) {
             status = cd_fail(CD_STORE, "multiSet keys and values vectors must be of same size");
-            cd_py_raise(cd_py_state_of_type(Py_TYPE(self)), status);
+            cd_py_raise_from(cd_py_state_of_type(Py_TYPE(self)), status, __func__);
         } else {
             RUN(NULL, store->ops->multi_set(store, keys, values, count, &patience));
         }

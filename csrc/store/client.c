@@ -24,7 +24,7 @@
 cd_status tcp_lost(const tcp_store *s, cd_status status)
 {
     if (atomic_load_explicit(&s->closed, memory_order_acquire))
-        return cd_fail(CD_STORE, "the store client is closed");
+        return cd_fail(CD_STORE, CD_STORE_CLOSED_TEXT);
     if (status != CD_PEER_LOST && status != CD_IO)
         return status;
     return cd_fail(CD_STORE, "store at %s:%u lost: %s", s->host, s->port, cd_last_error()->text);
@@ -73,7 +73,7 @@ static cd_status keep_line(tcp_store *s, tcp_line *line, int fd)
     pthread_mutex_unlock(&s->lock);
     if (closed)
         close(fd);
-    return closed ? cd_fail(CD_STORE, "the store client is closed") : CD_OK;
+    return closed ? cd_fail(CD_STORE, CD_STORE_CLOSED_TEXT) : CD_OK;
 }
 
 /* What a ping carries. A server of this protocol sends it back; one that reads lines takes it for the end of a request, and
@@ -231,7 +231,7 @@ cd_status tcp_quick(tcp_store *s, const tcp_message *message,
 {
     CD_TRY(check_process(s));
     if (atomic_load_explicit(&s->closed, memory_order_acquire))
-        return cd_fail(CD_STORE, "the store client is closed");
+        return cd_fail(CD_STORE, CD_STORE_CLOSED_TEXT);
     uint64_t began = cd_now_ns();
     cd_patience least = *patience;
     if (cd_deadline_left_ns(least.deadline) < LEAST_NS)

@@ -132,7 +132,7 @@ static cd_status check_usable(const file_store *s)
     if (s->pid != getpid())
         return cd_fail(CD_STORE, "file store %s was inherited over fork: make a new one in the child", s->path);
     if (atomic_load_explicit(&s->closed, memory_order_acquire))
-        return cd_fail(CD_STORE, "the store is closed");
+        return cd_fail(CD_STORE, CD_STORE_CLOSED_TEXT);
     return CD_OK;
 }
 

@@ -47,7 +47,7 @@ static cd_status check_open(const hash_store *s)
     if (is_inherited(s))
         return cd_fail(CD_STORE, "the store was inherited over fork, and what is set there reaches nobody: make a TCPStore or "
                                  "FileStore that both processes open");
-    return s->closed ? cd_fail(CD_STORE, "the store is closed") : CD_OK;
+    return s->closed ? cd_fail(CD_STORE, CD_STORE_CLOSED_TEXT) : CD_OK;
 }
 
 /* One wait of at most 50 ms. The lock is open while idle runs, since that may take the GIL. */

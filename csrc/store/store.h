@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define CD_STORE_CLOSED_TEXT "the store is closed: close() comes after the last call of all threads; to go on, make a new one"
+
 /* Bytes not owned (keys, values in) */
 typedef struct {
     const void *data;

@@ -54,10 +54,13 @@ class ProcessGroup(_core.ProcessGroup):
         raise TypeError("a ProcessGroup cannot be pickled: it belongs to its process")
 
     @staticmethod
-    def _one(tensors):
+    def _one(tensors, method):
         if isinstance(tensors, (list, tuple)):
             if len(tensors) != 1:
-                raise ValueError(f"expected one tensor, got a list of {len(tensors)}")
+                raise ValueError(
+                    f"ProcessGroup.{method}: expected one tensor, or a list of one, got a list of "
+                    f"{len(tensors)}: call it for each tensor"
+                )
             return tensors[0]
         return tensors
 
@@ -79,27 +82,29 @@ class ProcessGroup(_core.ProcessGroup):
     def allreduce(self, tensors, op=ReduceOp.SUM, timeout=None):
         """Start all_reduce of a tensor (or a list of one). `op` may be AllreduceOptions."""
         op, timeout = self._either(op, "reduceOp", timeout)
-        return _core.all_reduce(self._one(tensors), op, self, True, timeout)
+        return _core.all_reduce(self._one(tensors, "allreduce"), op, self, True, timeout)
 
     def broadcast(self, tensors, root=0, timeout=None):
         """Start broadcast from the group rank `root` (or BroadcastOptions)."""
         root, timeout = self._either(root, "rootRank", timeout)
-        return _core.broadcast(self._one(tensors), group=self, async_op=True, group_src=root, timeout=timeout)
+        return _core.broadcast(
+            self._one(tensors, "broadcast"), group=self, async_op=True, group_src=root, timeout=timeout
+        )
 
     def reduce(self, tensors, root=0, op=ReduceOp.SUM, timeout=None):
         """Start reduce to the group rank `root` (or ReduceOptions)."""
         op = getattr(root, "reduceOp", op)
         root, timeout = self._either(root, "rootRank", timeout)
         return _core.reduce(
-            self._one(tensors), op=op, group=self, async_op=True, group_dst=root, timeout=timeout
+            self._one(tensors, "reduce"), op=op, group=self, async_op=True, group_dst=root, timeout=timeout
         )
 
     def allgather(self, output_tensors, input_tensor, timeout=None):
         """Start all_gather; both may be wrapped in lists of one as in torch."""
         if output_tensors and isinstance(output_tensors[0], (list, tuple)):
-            output_tensors = self._one(output_tensors)
+            output_tensors = self._one(output_tensors, "allgather")
         return _core.all_gather(
-            output_tensors, self._one(input_tensor), self, True, self._limit(timeout, timeout)
+            output_tensors, self._one(input_tensor, "allgather"), self, True, self._limit(timeout, timeout)
         )
 
     def _allgather_base(self, output, input, options=None):
@@ -109,20 +114,22 @@ class ProcessGroup(_core.ProcessGroup):
     def gather(self, output_tensors, input_tensors, root=0, timeout=None):
         """Start gather to the group rank `root` (or GatherOptions)."""
         root, timeout = self._either(root, "rootRank", timeout)
-        tensor, outputs = self._one(input_tensors), self._list_of(output_tensors) or None
+        tensor, outputs = self._one(input_tensors, "gather"), self._list_of(output_tensors) or None
         return _core.gather(tensor, outputs, group=self, async_op=True, group_dst=root, timeout=timeout)
 
     def scatter(self, output_tensors, input_tensors, root=0, timeout=None):
         """Start scatter from the group rank `root` (or ScatterOptions)."""
         root, timeout = self._either(root, "rootRank", timeout)
-        tensor, inputs = self._one(output_tensors), self._list_of(input_tensors) or None
+        tensor, inputs = self._one(output_tensors, "scatter"), self._list_of(input_tensors) or None
         return _core.scatter(tensor, inputs, group=self, async_op=True, group_src=root, timeout=timeout)
 
     def reduce_scatter(self, output_tensors, input_tensors, op=ReduceOp.SUM, timeout=None):
         """Start reduce_scatter. `op` may be ReduceScatterOptions."""
         op, timeout = self._either(op, "reduceOp", timeout)
         inputs = self._list_of(input_tensors)
-        return _core.reduce_scatter(self._one(output_tensors), inputs, op, self, True, timeout)
+        return _core.reduce_scatter(
+            self._one(output_tensors, "reduce_scatter"), inputs, op, self, True, timeout
+        )
 
     def _reduce_scatter_base(self, output, input, options=None):
         """Start reduce_scatter_tensor; also reduce_scatter_single."""
@@ -180,15 +187,15 @@ class ProcessGroup(_core.ProcessGroup):
 
     def send(self, tensors, dst_rank, tag=0):
         """Start to send to a group rank."""
-        return _core.isend(self._one(tensors), group=self, tag=tag, group_dst=dst_rank)
+        return _core.isend(self._one(tensors, "send"), group=self, tag=tag, group_dst=dst_rank)
 
     def recv(self, tensors, src_rank, tag=0):
         """Start to receive from a group rank."""
-        return _core.irecv(self._one(tensors), group=self, tag=tag, group_src=src_rank)
+        return _core.irecv(self._one(tensors, "recv"), group=self, tag=tag, group_src=src_rank)
 
     def recv_anysource(self, tensors, tag=0):
         """Start to receive from whoever sends first."""
-        return _core.irecv(self._one(tensors), group=self, tag=tag)
+        return _core.irecv(self._one(tensors, "recv_anysource"), group=self, tag=tag)
 
 
 class _WorldProperty(type):

@@ -1,5 +1,6 @@
 """Groups of some of the ranks."""
 
+import operator
 import os
 import sys
 import warnings
@@ -16,12 +17,12 @@ SHRINK_ABORT = 1
 
 
 def _check_ranks(ranks, world):
-    if not isinstance(ranks, (list, tuple, range)) and not hasattr(ranks, "__iter__"):
-        raise TypeError("ranks must be a sequence of integers")
     try:
-        ranks = [rank.__index__() for rank in ranks]
-    except AttributeError:
-        raise TypeError("ranks must be a sequence of integers") from None
+        ranks = [operator.index(rank) for rank in ranks]
+    except TypeError:
+        raise TypeError(
+            f"new_group: ranks must be a sequence of integers such as [0, 1], or None for all, not {ranks!r}"
+        ) from None
     size = world.size()
     if len(ranks) > size:
         raise ValueError(
@@ -34,9 +35,9 @@ def _check_ranks(ranks, world):
                 f"Rank {rank} is out of range. Valid ranks are 0 to {size - 1} (world_size={size})"
             )
     if len(set(ranks)) != len(ranks):
-        raise ValueError(f"duplicate ranks are not allowed: {ranks}")
+        raise ValueError(f"new_group: duplicate ranks are not allowed, name each rank once: {ranks}")
     if not ranks:
-        raise ValueError("a group needs at least one rank")
+        raise ValueError("new_group: a group needs at least one rank; ranks=None is all of them")
     return ranks
 
 
@@ -190,7 +191,10 @@ def split_group(
             "the split group's size should be less or equal to the world_size set by init_process_group"
         )
     if len({rank for part in split_ranks for rank in part}) != sum(map(len, split_ranks)):
-        raise ValueError("the split group cannot have duplicate ranks")
+        raise ValueError(
+            f"split_group: the split group cannot have duplicate ranks; a rank is in one part at most: "
+            f"{split_ranks}"
+        )
     for part in split_ranks:
         if any(not 0 <= rank < parent.size() for rank in part):
             raise ValueError(f"split ranks must be ranks of the parent, 0 to {parent.size() - 1}: {part}")
