@@ -341,6 +341,32 @@ def test_buffer_hook_must_be_callable():
     run(body, 1)
 
 
+def test_hooks_are_called_by_position():
+    def body(rank, world):
+        from cdist.parallel.hooks import allreduce_hook
+
+        def other_names(group, gradients: cdist.GradBucket):
+            return allreduce_hook(group, gradients)
+
+        for hook in (other_names, lambda *both: allreduce_hook(*both)):
+            ddp = cdist.DistributedDataParallel(small())
+            ddp.register_comm_hook(None, hook)
+            ddp(torch.full((2, 6), float(rank))).sum().backward()
+            assert ddp.module[-1].bias.grad.tolist() == [2.0] * 3
+
+        def wrong(group, gradients: int):
+            return None
+
+        ddp = cdist.DistributedDataParallel(small())
+        with pytest.raises(ValueError, match="bucket annotation should be GradBucket"):
+            ddp.register_comm_hook(None, wrong)
+        for hook in (lambda bucket: None, lambda state, *, bucket: None, lambda a, b, c: None):
+            with pytest.raises(TypeError, match=r"called as hook\(state, bucket\), but .*by position"):
+                ddp.register_comm_hook(None, hook)
+
+    run(body, 2)
+
+
 def test_times_of_a_step():
     def body(rank, world, hooked):
         ddp = cdist.DistributedDataParallel(small(rank))

@@ -26,23 +26,43 @@ class BufferHook:
     after: bool
 
 
+def _check_hook(hook):
+    """Raise TypeError or ValueError for what cannot be called with a state and a bucket, as annotated.
+
+    The call is by position: unlike torch, which looks for a parameter `bucket`, any names do.
+    """
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:  # a callable in C that does not tell
+        return
+    bucket = object()
+    try:
+        given = signature.bind(None, bucket).arguments
+    except TypeError as error:
+        raise TypeError(
+            f"register_comm_hook: a hook is called as hook(state, bucket), but this one's parameters are "
+            f"{signature} ({error}): give it two that can be passed by position, the bucket second"
+        ) from None
+    named = next((name for name, value in given.items() if value is bucket), None)
+    taker = signature.parameters.get("bucket") or signature.parameters.get(named)
+    kind = inspect._empty if taker is None else taker.annotation
+    if kind not in (inspect._empty, GradBucket) and "GradBucket" not in str(kind):
+        raise ValueError("Communication hook: bucket annotation should be GradBucket.")
+    promised = signature.return_annotation
+    if promised is not inspect._empty and "Future" not in str(promised):
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future or cdist.Future."
+        )
+
+
 class CommHooks:
     """The part of TorchDataParallel that gives full buckets to a hook."""
 
     def register_comm_hook(self, state, hook):
         """Replace the reduction of buckets: ``hook(state, bucket)`` gives a future of the flat tensor."""
-        if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
-        signature = inspect.signature(hook)
-        kind = signature.parameters["bucket"].annotation
-        if kind not in (inspect._empty, GradBucket) and "GradBucket" not in str(kind):
-            raise ValueError("Communication hook: bucket annotation should be GradBucket.")
-        if signature.return_annotation is not inspect._empty and "Future" not in str(
-            signature.return_annotation
-        ):
-            raise ValueError(
-                "Communication hook: return annotation should be torch.futures.Future or cdist.Future."
-            )
+        _check_hook(hook)
         if self._hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         if self._sparse:
