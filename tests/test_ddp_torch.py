@@ -727,6 +727,36 @@ def numbers_of_fit(rank, world, **kwargs):
     return [p.detach().numpy() for p in ddp.parameters()]
 
 
+class Many(nn.Module):
+    """Parameters of many sizes, dtypes and layouts, more than one message's worth."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        made = [torch.randn(3 + i % 5, 7) for i in range(300)]
+        made += [torch.randn(50, 1300) for _ in range(70)]  # 254 KiB: 64 fill a message
+        made += [torch.randn(300, 300), torch.randn(9, 4).t(), torch.randn(0), torch.randn(())]
+        made += [torch.randn(5).double(), torch.randn(7).bfloat16(), torch.randn(2, dtype=torch.complex64)]
+        self.all = nn.ParameterList([nn.Parameter(p, i % 2 == 0) for i, p in enumerate(made)])
+
+
+def test_all_parameters_come_from_rank_0():
+    def body(rank, world):
+        ddp = cdist.DistributedDataParallel(Many(rank))
+        expected = Many(0)
+        for p, q in zip(ddp.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p, q)
+            assert p.stride() == q.stride()
+            assert p.is_leaf
+        with torch.no_grad():
+            for p in ddp.parameters():
+                p.fill_(rank)
+        ddp.broadcast_parameters(1)
+        assert all((p == 1).all() for p in ddp.parameters())
+
+    run(body, 2)
+
+
 def test_own_hooks():
     def body(rank, world):
         seen = []

@@ -137,17 +137,18 @@ class TorchDataParallel(
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self._has_cap_list = bool(bucket_cap_mb_list)
         self.batched_grad_copy = batched_grad_copy
-        self._check_module()
-        self.device = next((p.device for _, p in self._named()), torch.device("cpu"))
-        self._check_devices(device_ids, output_device)
+        named = self._named()
+        self._check_module(named)
+        self.device = next((p.device for _, p in named), torch.device("cpu"))
+        self._check_devices({p.device for _, p in named}, device_ids, output_device)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._hook = self._buffer_hook = self._kept_buffers = None
         self._has_buffers = bool(self._buffers_to_sync())
         self.mixed_precision = mixed_precision
-        trainable = [(name, p) for name, p in self._named() if p.requires_grad]
+        trainable = [(name, p) for name, p in named if p.requires_grad]
         if init_sync:
-            self._compare_models()
+            self._compare_models(named)
         if not trainable and not self._delayed:
             raise RuntimeError(NOTHING_TO_TRAIN)
         if init_sync:
@@ -175,14 +176,14 @@ class TorchDataParallel(
             (name, p) for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
         ]
 
-    def _check_module(self):
-        if any(is_lazy(t) for t in chain((p for _, p in self._named()), self._buffers_to_sync())):
+    def _check_module(self, named):
+        if any(is_lazy(t) for t in chain((p for _, p in named), self._buffers_to_sync())):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a "
                 "dummy forward pass to correctly initialize the modules"
             )
-        empty = [name for name, p in self._named() if p.is_meta]
-        if len(empty) == len(self._named()) > 0:
+        empty = [name for name, p in named if p.is_meta]
+        if len(empty) == len(named) > 0:
             raise RuntimeError(
                 "DistributedDataParallel: parameters are on the meta device, without values: "
                 f"{empty[0]!r} and {len(empty) - 1} more. Give the module memory and values on every rank "
@@ -194,17 +195,16 @@ class TorchDataParallel(
                 "work with GPU modules there): convert with "
                 "cdist.nn.SyncBatchNorm.convert_sync_batchnorm(module)"
             )
-        kinds = {p.device.type for _, p in self._named()}
+        kinds = {p.device.type for _, p in named}
         if len(kinds) > 1:
             raise ValueError(
                 "DistributedDataParallel's input module must be on the same type of devices, but input "
                 f"module parameters locate in {kinds}."
             )
 
-    def _check_devices(self, device_ids, output_device):
+    def _check_devices(self, devices, device_ids, output_device):
         if device_ids is not None and len(device_ids) > 1:
             raise ValueError("device_ids can only be None or contain a single element.")
-        devices = {p.device for _, p in self._named()}
         self.is_multi_device_module = len(devices) > 1
         self.device_type = self.device.type
         if self.device_type == "cpu" or self.is_multi_device_module:
@@ -218,9 +218,9 @@ class TorchDataParallel(
         self.device_ids = device_ids and [torch.device(self.device_type, index_of(d)) for d in device_ids]
         self.output_device = output_device if output_device is not None else (device_ids or [None])[0]
 
-    def _compare_models(self):
+    def _compare_models(self, named):
         lines = []
-        for name, p in self._named():
+        for name, p in named:
             frozen = "" if p.requires_grad else ", frozen"
             lines.append(f"{name!r}: {name_of(p.dtype)} {tuple(p.shape)} strides {p.stride()}{frozen}")
         buffers = self.named_module_buffers.items() if self.broadcast_buffers else ()

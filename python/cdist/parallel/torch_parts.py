@@ -34,6 +34,8 @@ def name_of(dtype):
 
 def is_dense(tensor):
     """Tell whether the elements lie in one block without gaps, in any order of dimensions over 1."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(
         (st, sz) for st, sz in zip(tensor.stride(), tensor.size(), strict=True) if sz != 1

@@ -7,7 +7,7 @@ import torch
 
 import cdist
 from cdist import _core
-from cdist.parallel.torch_buffers import KeptBuffers, broadcast_tensors, buffers_of
+from cdist.parallel.torch_buffers import KeptBuffers, broadcast_many, broadcast_tensors, buffers_of
 from cdist.parallel.torch_comm import BufferCommHookLocation, BufferHook
 from cdist.parallel.verify import agree
 
@@ -95,8 +95,7 @@ class ModelState:
 
     def broadcast_parameters(self, src=0):
         """Give every rank the parameters of group rank `src`. Collective."""
-        for _, p in self._named():
-            cdist.broadcast(p.detach(), group_src=src, group=self.process_group)
+        broadcast_many([p.detach() for _, p in self._named()], self.process_group, src)
 
     def broadcast_buffers_now(self, src=0):
         """Give every rank the buffers of group rank `src`. Collective."""
