@@ -29,6 +29,11 @@
 /* Below, reading the clock would show; and the lines of small operations seldom come around. */
 #define LEAST_BYTES ((size_t)32 << 10)
 
+/* Below, an all_reduce that reads makes the next one slower: each rank writes lines that the other has just read. 2 ranks on the
+ * Intel cores above, µs by rings and with reading as the third way: 64 KiB 12 and 18, 1 MiB 173 to 208 and 220 to 229, 4 MiB 830
+ * to 880 and 690 to 760. */
+#define ALL_REDUCE_LEAST ((size_t)2 << 20)
+
 /* Rings written near, rings written far; reading through a buffer, and straight to where it goes (shm_reach.c). */
 enum { NEAR, FAR, READ, PLACE };
 static const unsigned char ways_below_large[CD_PACE_WAYS] = {NEAR, FAR, PLACE}, ways_of_large[CD_PACE_WAYS] = {NEAR, READ, PLACE};
@@ -47,7 +52,7 @@ static int teller_of(const cd_shm_team *shm, const cd_op *op)
 
 static unsigned size_of(size_t bytes)
 {
-    return bytes < (size_t)128 << 10 ? 0 : bytes < (size_t)1 << 20 ? 1 : bytes < CD_SHM_LARGE ? 2 : 3;
+    return bytes < (size_t)128 << 10 ? 0 : bytes < ALL_REDUCE_LEAST ? 1 : bytes < CD_SHM_LARGE ? 2 : 3;
 }
 
 /* How many ways there are; one needs no choice. */
@@ -78,6 +83,7 @@ void cd_shm_choose_way(cd_team *team, const cd_op *op)
         go(shm, bytes < CD_SHM_LARGE ? PLACE : READ);
         return;
     }
+    reads = reads && (op->kind != CD_ALL_REDUCE || bytes >= ALL_REDUCE_LEAST);
     unsigned ways = count_ways(op->kind, bytes, reads);
     if (bytes < LEAST_BYTES || ways == 1)
         return;
