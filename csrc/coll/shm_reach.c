@@ -426,15 +426,13 @@ static cd_status read_all(reader *r)
     }
 }
 
-/* Says that this rank has read all that it could, and whether that was all. Takes one round of the rings as a ticket. */
-static cd_status leave(cd_shm_team *shm, const cd_patience *patience, bool could_read)
+/* Says that this rank reads no more. Takes one round of the rings as a ticket. */
+static cd_status leave(cd_shm_team *shm, const cd_patience *patience)
 {
     /* A rank that gives up says so before it touches its array again: what was read there since may not be its input. Acquire in
      * the check orders the reads above before it. */
     if (patience->cause)
         CD_TRY(cd_cause_check(patience->cause));
-    /* Nobody reads the answer of an earlier operation any more: all have entered this one. Release publishes this one. */
-    shm->rows[shm->rank].can_read = could_read;
     cd_shm_raise(&shm->rows[shm->rank].left.round, ++shm->rounds);
     return CD_OK;
 }
@@ -443,7 +441,7 @@ cd_status cd_shm_reach_end(cd_team *team, const cd_op *op, const cd_patience *pa
 {
     cd_shm_team *shm = team->shm;
     bool all = op->kind == CD_ALL_REDUCE || op->kind == CD_REDUCE;
-    CD_TRY(leave(shm, patience, true));
+    CD_TRY(leave(shm, patience));
     /* The array is the caller's again when nobody reads it any more. */
     for (int peer = 0; peer < shm->ranks; peer++)
         if (peer != shm->rank && (all || shm->gives[peer].bytes))
@@ -458,7 +456,9 @@ static cd_status try_reading(reader *r, bool *ran_p)
     cd_team *team = r->team;
     cd_shm_team *shm = team->shm;
     CD_TRY(read_all(r));
-    CD_TRY(leave(shm, r->patience, !r->failed));
+    /* Nobody reads the answer of an earlier operation any more: all have entered this one. leave() releases it. */
+    shm->rows[shm->rank].can_read = !r->failed;
+    CD_TRY(leave(shm, r->patience));
     /* While the others read. */
     if (r->op->kind != CD_REDUCE_SCATTER && !r->failed)
         cd_shm_copy_own(shm);
