@@ -51,8 +51,9 @@ static void append(const char *format, ...)
 static void append_limit(int error)
 {
     struct rlimit limit;
-    int which = error == EMFILE ? RLIMIT_NOFILE : RLIMIT_AS;
-    if ((error != EMFILE && error != ENOMEM) || getrlimit(which, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+    if (error != EMFILE && error != ENOMEM)
+        return;
+    if (getrlimit(error == EMFILE ? RLIMIT_NOFILE : RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
         return;
     if (error == EMFILE)
         append("; this process may open %llu files: ulimit -n raises it", (unsigned long long)limit.rlim_cur);
