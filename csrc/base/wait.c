@@ -22,6 +22,10 @@
  * 28 µs for an operation of 4 B with 1000 pauses, 1.6 µs without any. */
 #define SPIN_DEFAULT 100
 #define YIELDS_DEFAULT 500
+/* Where the cores suffice yielding goes on for about 1.5 ms, longer than a few megabytes take to be read in the waiting rank's
+ * memory: a nap lasts 0.1 ms and more, and a peer that is late by one naps in its turn. Messages of 1 MiB one way between 2 ranks
+ * on a 2-core Xeon: 120 to 240 µs with 500, 112 to 145 with 5000. */
+#define YIELDS_ROOMY 5000
 
 bool cd_cause_publish(cd_cause *cause, const cd_error *error)
 {
@@ -58,7 +62,9 @@ cd_status cd_cause_check(cd_cause *cause)
 cd_patience cd_patience_until(cd_deadline deadline, int ranks)
 {
     bool crowded = ranks > cd_host_cores();
-    return (cd_patience){.deadline = deadline, .spin = crowded ? 0 : SPIN_DEFAULT, .yields = YIELDS_DEFAULT};
+    return (cd_patience){.deadline = deadline,
+                         .spin = crowded ? 0 : SPIN_DEFAULT,
+                         .yields = crowded ? YIELDS_DEFAULT : YIELDS_ROOMY};
 }
 
 void cd_bell_ring(cd_bell *bell)
