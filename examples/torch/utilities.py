@@ -120,8 +120,11 @@ def main(options):
     mean = average.over_all_ranks()
     ring = sum_around_the_ring(torch.arange(3.0) + rank)
     lengths = [len(words) for words in all_gather_pickled("word " * (rank + 1))]
-    print(f"rank {rank}: mean loss {mean:.6f}, around the ring {ring.tolist()}, lengths {lengths}")
+    lines = all_gather_pickled(
+        f"rank {rank}: mean loss {mean:.6f}, around the ring {ring.tolist()}, lengths {lengths}"
+    )
     if rank == 0:
+        print("\n".join(lines))
         torch.save(model.state_dict(), options.output)
     dist.destroy_process_group()
 
