@@ -30,7 +30,7 @@ static unsigned char *map_again_and_again(void)
     return base;
 }
 
-static unsigned char pattern(size_t at)
+static unsigned char content(size_t at)
 {
     return (unsigned char)(at % PIECE * 31 >> 3);
 }
@@ -43,7 +43,7 @@ static void run_huge(int rank, void *ctx)
     size_t last = h->count / PIECE * PIECE;
     CHECK(mmap(out + last, PIECE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == out + last);
     for (size_t i = 0; i < PIECE; i++)
-        in[i] = pattern(i);
+        in[i] = content(i);
     cd_span from = shm_span(in, h->count, 1), to = shm_span(out, h->count, 1);
     size_t moved = h->kind == CD_ALL_TO_ALL && rank == 0 ? h->count / 2 : 0; /* the last block is the other's first */
     bool root = rank == 0, broadcasts = h->kind == CD_BROADCAST;
@@ -57,7 +57,7 @@ static void run_huge(int rank, void *ctx)
     CHECK_OK(h->run(&h->g.teams[rank], &op, &patience));
     if (!broadcasts || !root)
         for (size_t at = h->count - 4096; at < h->count; at++)
-            CHECK(out[at] == pattern(at - moved));
+            CHECK(out[at] == content(at - moved));
     munmap(in, MOST);
     munmap(out, MOST);
 }
