@@ -80,9 +80,12 @@ static cd_patience within(const cd_patience *patience, uint64_t ns)
 
 static void refuse(int socket, const cd_error *why, const cd_patience *patience)
 {
+    cd_error told = *why;
+    if (told.code == CD_NO_MEMORY)
+        told.code = CD_NETWORK; /* the memory that this process lacks is none of the others' */
     cd_patience brief = within(patience, 100 * CD_NS_PER_MS);
     brief.idle = 0; /* an interrupt may be why */
-    (void)cd_control_send(socket, CD_CONTROL_REFUSED, why, sizeof *why, &brief);
+    (void)cd_control_send(socket, CD_CONTROL_REFUSED, &told, sizeof told, &brief);
 }
 
 static void refuse_all(meeting *m, const cd_error *why)
@@ -546,7 +549,7 @@ static bool name_own_failure(const meeting *m)
     if (why.rank >= 0) /* another one's, who told only us: it turned us away */
         return why.code == CD_NETWORK;
     cd_fail_prefix("rank %d (pid %u on %s): ", m->world->rank, m->me.process, m->me.host_name);
-    return cd_fail_rank(CD_NETWORK, m->world->rank, "%s", cd_last_error()->text) != CD_OK;
+    return cd_fail_rank(why.code, m->world->rank, "%s", cd_last_error()->text) != CD_OK;
 }
 
 /* A rank that cannot go on tells rank 0, and so all, why; one whose time is up, or that was interrupted, that it goes. What came
@@ -558,7 +561,7 @@ static void give_up(const meeting *m)
     bool mine = name_own_failure(m);
     cd_error why = *cd_last_error();
     if (zero >= 0 && mine && m->knows_all)
-        (void)cd_control_send(zero, CD_CONTROL_REFUSED, &why, sizeof why, &brief);
+        refuse(zero, &why, &brief);
     else if (zero >= 0)
         (void)cd_control_send(zero, CD_CONTROL_BYE, 0, 0, &brief);
     cd_fail_with(&why);
@@ -591,8 +594,6 @@ cd_status cd_world_bootstrap(cd_world *w, const cd_world_config *config, const c
     }
     if (status != CD_OK && w->rank != 0)
         give_up(m);
-    if (status != CD_OK)
-        status = cd_last_error()->code;
     free(m);
     return status;
 }
