@@ -74,6 +74,16 @@ int cd_greeter_poll_set(cd_greeter *greeter, struct pollfd *entries, int room)
     return count;
 }
 
+static void tell_full(void *ctx, int socket)
+{
+    /* The socket is new, its buffer empty: this does not block. What came on it is read: else closing it would take the answer
+     * back. */
+    char hello[sizeof ((guest *)0)->frame];
+    cd_patience brief = cd_patience_until(cd_deadline_after_ns(10 * CD_NS_PER_MS), 1);
+    (void)cd_control_send(socket, CD_CONTROL_REFUSED, ctx, sizeof(cd_error), &brief);
+    (void)cd_sock_recv_all(socket, hello, sizeof hello, &brief);
+}
+
 /* Tells all that wait to be accepted why they are not; CD_OK: nobody does. The kernel looks for a descriptor before it looks for
  * a connection. */
 static cd_status turn_away(cd_greeter *greeter)
@@ -82,27 +92,7 @@ static cd_status turn_away(cd_greeter *greeter)
     cd_error why = *cd_last_error();
     why.rank = greeter->rank;
     why.code = CD_NETWORK;
-    int socket = -1;
-    bool any = false;
-    do {
-        if (greeter->spare >= 0)
-            close(greeter->spare);
-        greeter->spare = -1;
-        if (cd_sock_accept(greeter->listener, &socket) != CD_OK)
-            break;
-        any |= socket >= 0;
-        if (socket >= 0) {
-            /* The socket is new, its buffer empty: this does not block. What came on it is read: else closing it would take
-             * the answer back. */
-            char hello[sizeof greeter->guests[0].frame];
-            cd_patience brief = cd_patience_until(cd_deadline_after_ns(10 * CD_NS_PER_MS), 1);
-            (void)cd_control_send(socket, CD_CONTROL_REFUSED, &why, sizeof why, &brief);
-            (void)cd_sock_recv_all(socket, hello, sizeof hello, &brief);
-            close(socket);
-        }
-        greeter->spare = cd_host_spare_file();
-    } while (socket >= 0);
-    return any ? cd_fail_with(&why) : CD_OK;
+    return cd_sock_turn_away(greeter->listener, &greeter->spare, tell_full, &why) ? cd_fail_with(&why) : CD_OK;
 }
 
 static cd_status accept_guests(cd_greeter *greeter)

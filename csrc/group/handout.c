@@ -1,6 +1,7 @@
 #include "group/handout.h"
 
 #include "base/host.h"
+#include "net/sock.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -134,26 +135,19 @@ static bool same_user(int socket)
 /* What is sent in place of a descriptor: there is none left to accept connections with. */
 #define NO_DESCRIPTOR 'n'
 
-static int accept_one(cd_handout *handout)
+static void tell_full(void *ctx, int socket)
 {
-    int socket = accept4(handout->listener, 0, 0, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (socket >= 0 || (errno != EMFILE && errno != ENFILE) || handout->spare < 0)
-        return socket;
-    close(handout->spare);
-    socket = accept4(handout->listener, 0, 0, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (socket >= 0) {
-        char answer = NO_DESCRIPTOR; /* into an empty buffer */
-        (void)send(socket, &answer, 1, MSG_NOSIGNAL);
-        close(socket);
-    }
-    handout->spare = cd_host_spare_file();
-    return -1;
+    (void)ctx;
+    char answer = NO_DESCRIPTOR; /* into an empty buffer */
+    (void)send(socket, &answer, 1, MSG_NOSIGNAL);
 }
 
 static void accept_requests(cd_handout *handout)
 {
     for (;;) {
-        int socket = accept_one(handout);
+        int socket = accept4(handout->listener, 0, 0, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (socket < 0 && (errno == EMFILE || errno == ENFILE))
+            cd_sock_turn_away(handout->listener, &handout->spare, tell_full, 0);
         if (socket < 0)
             return;
         request *made = same_user(socket) ? calloc(1, sizeof *made) : 0;

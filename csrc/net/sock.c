@@ -1,5 +1,6 @@
 #include "net/sock.h"
 
+#include "base/host.h"
 #include "base/knob.h"
 #include "base/log.h"
 #include "net/addr.h"
@@ -197,6 +198,25 @@ cd_status cd_sock_accept(int listener, int *fd_p)
     cd_sock_tune(fd);
     *fd_p = fd;
     return CD_OK;
+}
+
+bool cd_sock_turn_away(int listener, int *spare_p, void (*tell)(void *ctx, int fd), void *ctx)
+{
+    bool any = false;
+    for (;;) {
+        int fd = -1;
+        if (*spare_p >= 0)
+            close(*spare_p);
+        bool is_there = cd_sock_accept(listener, &fd) == CD_OK && fd >= 0;
+        if (is_there) {
+            tell(ctx, fd);
+            close(fd);
+        }
+        *spare_p = cd_host_spare_file();
+        if (!is_there)
+            return any;
+        any = true;
+    }
 }
 
 cd_status cd_sock_port_range(unsigned *first_p, unsigned *last_p)

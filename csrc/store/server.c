@@ -11,6 +11,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
@@ -321,25 +322,19 @@ static void pause_accept(cd_server *s, bool pause)
     s->accept_paused = pause;
 }
 
-/* Tells all that wait to be accepted why they are not. */
+static void tell_full(void *ctx, int fd)
+{
+    const char *text = ctx;
+    char greeting[64];
+    (void)send(fd, text, strlen(text), MSG_NOSIGNAL);
+    (void)recv(fd, greeting, sizeof greeting, 0); /* else closing would take the answer back */
+}
+
 static void turn_away(cd_server *s, int listener)
 {
-    char text[CD_ERROR_TEXT_BYTES];
-    int bytes = snprintf(text, sizeof text, CD_STORE_FULL "%s", cd_last_error()->text), fd = -1;
-    do {
-        if (s->spare >= 0)
-            close(s->spare);
-        s->spare = -1;
-        if (cd_sock_accept(listener, &fd) != CD_OK)
-            return;
-        if (fd >= 0) { /* what came is read: else closing would take the answer back */
-            char greeting[64];
-            (void)send(fd, text, (size_t)bytes, MSG_NOSIGNAL);
-            (void)recv(fd, greeting, sizeof greeting, 0);
-            close(fd);
-        }
-        s->spare = cd_host_spare_file();
-    } while (fd >= 0);
+    char text[sizeof CD_STORE_FULL + CD_ERROR_TEXT_BYTES];
+    snprintf(text, sizeof text, CD_STORE_FULL "%s", cd_last_error()->text);
+    cd_sock_turn_away(listener, &s->spare, tell_full, text);
 }
 
 static void accept_all(cd_server *s, int listener)
@@ -351,8 +346,7 @@ static void accept_all(cd_server *s, int listener)
             continue;
         if (status != CD_OK) {
             if (!s->full_since_ns)
-                cd_log(CD_LOG_WARN, "store on port %u: %s; it tries again%s", s->port, cd_last_error()->text,
-                       status == CD_NO_MEMORY ? "; more open files may be needed (ulimit -n)" : "");
+                cd_log(CD_LOG_WARN, "store on port %u: %s; it tries again", s->port, cd_last_error()->text);
             if (!s->full_since_ns)
                 s->full_since_ns = cd_now_ns();
             else if (status == CD_NO_MEMORY && cd_now_ns() - s->full_since_ns > FULL_NS)
