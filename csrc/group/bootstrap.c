@@ -322,7 +322,7 @@ static cd_status dial_rank_0(meeting *m, const cd_member *zero)
     int socket;
     cd_status status = cd_sock_connect_once(zero->address, zero->port, m->patience, &socket);
     if (status == CD_NETWORK)
-        return cd_fail_rank(CD_NOT_FOUND, 0, "rank 0 does not answer on %s port %u", zero->address, zero->port);
+        return cd_fail(CD_NOT_FOUND, "rank 0 does not answer on %s port %u", zero->address, zero->port);
     CD_TRY(status);
     cd_hello hello = {.me = m->me};
     memcpy(hello.target, zero->nonce, CD_MEMBER_NONCE_BYTES);
@@ -361,14 +361,15 @@ static cd_status join_rank_0(meeting *m)
 {
     cd_waiter waiter = cd_waiter_start(m->patience);
     uint64_t pause = RETRY_LEAST_NS;
-    cd_error why = {.code = CD_OK}; /* of the last try: tells more than that time is over */
+    cd_error why = {.code = CD_OK, .rank = -1}; /* of the last try; better of the last that met somebody */
     for (;;) {
         cd_member zero = {0};
         cd_status status = read_address_of_0(m, &zero);
         if (status == CD_OK)
             status = dial_rank_0(m, &zero);
         if (status == CD_NOT_FOUND) {
-            why = *cd_last_error();
+            if (why.rank < 0 || cd_last_error()->rank >= 0)
+                why = *cd_last_error();
             status = cd_waiter_check(&waiter);
         } else if (status != CD_TIMED_OUT || why.code == CD_OK)
             return status;
