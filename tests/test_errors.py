@@ -70,6 +70,12 @@ def test_a_call_is_named_once():
         _core._raise(4, "no memory to queue broadcast", -1, "broadcast")
 
 
+def test_a_limit_that_is_named_is_the_remedy():
+    with pytest.raises(MemoryError) as caught:
+        _core._raise(4, "Too many open files; this process may open 24 files: ulimit -n raises it", -1, "x")
+    assert str(caught.value).endswith("ulimit -n raises it")
+
+
 def test_no_rank_is_none():
     with pytest.raises(errors.DistError) as caught:
         _core._raise(33, "x")

@@ -44,10 +44,10 @@ static PyObject *find_errors(cd_py_state *state)
 }
 
 /* What the detector cannot know: which call it was for, where memory ran out or a store is closed or lost, and what can be done
- * about memory. */
+ * about memory, unless it names the limit that was met (of files, of threads, …). */
 static PyObject *text_of(const cd_error *error, const char *operation)
 {
-    const char *remedy = error->code == CD_NO_MEMORY
+    const char *remedy = error->code == CD_NO_MEMORY && !strstr(error->text, "ulimit")
                              ? " (free some first, or raise the limit of this process: ulimit -v, the container's)" : "";
     bool is_named = (error->code != CD_NO_MEMORY && error->code != CD_STORE) || !operation || strstr(error->text, operation);
     PyObject *text = PyUnicode_DecodeUTF8(error->text, (Py_ssize_t)strlen(error->text), "replace");

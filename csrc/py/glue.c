@@ -38,15 +38,9 @@ int cd_py_timeout_ns(PyObject *timeout, uint64_t default_ns, uint64_t *ns_p)
     return ns_of_seconds(timeout, seconds, ns_p);
 }
 
-/* From here on the ticks by which the coarse clock is behind (4 ms here) are no matter, and it costs a fifth. */
-#define COARSE_NS (10 * CD_NS_PER_S)
-
 cd_deadline cd_py_deadline(uint64_t ns)
 {
-    if (cd_unlikely(ns < COARSE_NS))
-        return ns == 0 ? (cd_deadline){0} : cd_deadline_after_ns(ns);
-    uint64_t now = cd_now_coarse_ns();
-    return (cd_deadline){ns > UINT64_MAX - now ? UINT64_MAX : now + ns};
+    return ns == 0 ? (cd_deadline){0} : cd_deadline_after_ns(ns);
 }
 
 cd_patience cd_py_wait_begin(cd_py_wait *wait, cd_deadline deadline, int ranks)
