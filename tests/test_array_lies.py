@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 from cdist import _core
+from test_gpu_arrays import DlTensor
 
 FAR = 1 << 62
 
@@ -152,25 +153,6 @@ def test_host_interfaces_that_lie_are_refused(entries):
         _core._describe(HostInterface(**entries))
 
 
-class Tensor(ctypes.Structure):
-    """DLPack's DLManagedTensor."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
-
-
 class Capsule:
     """Six floats by DLPack alone; fields as given."""
 
@@ -188,7 +170,7 @@ class Capsule:
             "shape": addresses[0],
             "strides": addresses[1],
         }
-        self.managed = Tensor(**{**whole, **fields})
+        self.managed = DlTensor(**{**whole, **fields})
         self.name = name
 
     def __dlpack__(self):
