@@ -27,9 +27,8 @@ cd_status cd_sock_listen_all(const char *host, uint16_t port, bool is_one_host, 
 cd_status cd_sock_adopt_listener(int fd, uint16_t *port_p);
 /* The next connection, tuned; -1 when there is none. CD_NO_MEMORY when descriptors ran out, CD_IO otherwise. */
 cd_status cd_sock_accept(int listener, int *fd_p);
-/* Where descriptors ran out: accepts all that wait, each with the number of *spare_p (cd_host_spare_file), lets `tell`, which must
- * not block, say on the new socket why it cannot stay, and closes it. Whether anybody was there. *spare_p: kept anew if possible.
- * */
+/* Where descriptors ran out: accepts all that wait, each with the number of *spare_p (cd_host_spare_file), lets `tell` say on the
+ * new socket, without blocking, why it cannot stay, and closes it. Whether anybody was there. *spare_p: kept anew if possible. */
 bool cd_sock_turn_away(int listener, int *spare_p, void (*tell)(void *ctx, int fd), void *ctx);
 /* One attempt over all addresses of the host. Errors: CD_NETWORK (refused, unreachable), those of patience. */
 cd_status cd_sock_connect_once(const char *host, uint16_t port, const cd_patience *patience, int *fd_p);
