@@ -8,7 +8,8 @@
  *   rank 0, when all are ready:                 GO →
  *
  * An address in the store may be of an earlier process: a nonce in every hello tells, and the reader tries again until the
- * deadline. If anything fails on one rank, rank 0 tells all others why, so that init fails on all of them. */
+ * deadline. If anything fails on one rank, rank 0 tells all others why, so that init fails on all of them. Whatever a rank waits
+ * for once all have come, it also hears that (cd_world_listening). */
 #include "base/host.h"
 #include "base/knob.h"
 #include "base/log.h"
@@ -43,6 +44,8 @@ typedef struct {
     const cd_world_config *config;
     cd_store *store;
     const cd_patience *patience;
+    cd_patience attentive; /* `patience` once all have come: it also hears who cannot go on */
+    cd_listening listening;
     char key[300];
     cd_member me;
     uint8_t nonce_0[CD_MEMBER_NONCE_BYTES]; /* of rank 0's process */
@@ -289,7 +292,7 @@ static cd_status hear_all(meeting *m, cd_control_kind kind, uint8_t *answers)
 {
     for (int r = 1; r < m->world->world; r++) {
         cd_status status = cd_control_expect(m->world->controls[r], kind, &answers[r], 1, m->patience);
-        if (status == CD_PEER_LOST || status == CD_TIMED_OUT)
+        if ((status == CD_PEER_LOST || status == CD_TIMED_OUT) && cd_last_error()->rank < 0)
             return cd_fail_rank(status, r, "rank %d %s while the ranks were connecting", r,
                                 status == CD_PEER_LOST ? "was lost" : "did not go on");
         CD_TRY(status);
@@ -395,38 +398,6 @@ static cd_status hear_rank_0(meeting *m, cd_control_kind kind, void *body, size_
 
 /* ---- all ---- */
 
-/* Makes or maps this host's memory. *attached_p = 0: the proof by doing failed, this rank counts as a host of its own. */
-static cd_status share_host(meeting *m, uint8_t *attached_p)
-{
-    cd_world *w = m->world;
-    *attached_p = 1;
-    if (w->locals == 1)
-        return CD_OK;
-    cd_handout_key key = {.key = {0, 0}};
-    memcpy(key.generation, w->generation, sizeof key.generation);
-    int leader = w->host_of[w->rank];
-    if (leader == w->rank) {
-        cd_status status = cd_segment_create(cd_world_host_bytes(w), &w->segment);
-        if (status != CD_OK) {
-            /* An address-space limit: go without the arena. */
-            w->host.arena_bytes = 0;
-            CD_TRY(cd_segment_create(cd_world_host_bytes(w), &w->segment));
-        }
-        CD_TRY(cd_world_lay_out(w, w->segment.base, w->segment.bytes));
-        CD_TRY(cd_handout_offer(w->handout, &key, w->segment.fd));
-        cd_monitor_wake(w);
-        return CD_OK;
-    }
-    cd_status status = cd_handout_fetch(w->members[leader].nonce, &key, m->patience, &w->segment);
-    if (status == CD_NOT_FOUND) {
-        cd_log(CD_LOG_INFO, "rank %d: %s; using TCP to rank %d", w->rank, cd_last_error()->text, leader);
-        *attached_p = 0;
-        return CD_OK;
-    }
-    CD_TRY(status);
-    return cd_world_lay_out(w, w->segment.base, w->segment.bytes);
-}
-
 static void settle_hosts(cd_world *w, const uint8_t *attached)
 {
     for (int r = 0; r < w->world; r++)
@@ -438,7 +409,7 @@ static cd_status agree_on_hosts(meeting *m)
 {
     cd_world *w = m->world;
     uint8_t mine;
-    CD_TRY(share_host(m, &mine));
+    CD_TRY(cd_world_share_host(w, m->patience, &mine));
     size_t bytes = (size_t)w->world * sizeof *w->host_of;
     if (w->rank == 0) {
         uint8_t *attached = calloc((size_t)w->world, 1);
@@ -525,6 +496,8 @@ static cd_status connect_all(meeting *m)
     cd_world_find_hosts(w);
     CD_TRY(cd_mesh_create(w->rank, w->world, &w->mesh));
     CD_TRY(cd_monitor_start(w));
+    m->attentive = cd_world_listening(w, m->patience, &m->listening);
+    m->patience = &m->attentive;
     CD_TRY(agree_on_hosts(m));
     CD_TRY(cd_world_connect(w, &m->me, m->patience));
     uint8_t ready = 1;

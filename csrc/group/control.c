@@ -9,9 +9,11 @@
 /* Small frames go out in one piece. */
 #define WHOLE_BYTES 2048
 
+/* Not where the wait heard of another rank's end (cd_world_listening). */
 static cd_status closed(cd_status status)
 {
-    return status == CD_PEER_LOST ? cd_fail(CD_PEER_LOST, "the control connection was closed") : status;
+    return status == CD_PEER_LOST && cd_last_error()->rank < 0 ? cd_fail(CD_PEER_LOST, "the control connection was closed")
+                                                                : status;
 }
 
 cd_status cd_control_send(int socket, cd_control_kind kind, const void *body, size_t bytes, const cd_patience *patience)

@@ -212,15 +212,15 @@ static cd_status receive_segment(int socket, const cd_patience *patience, cd_seg
             break;
         CD_TRY(waiter.napping ? cd_waiter_check(&waiter) : cd_waiter_turn(&waiter));
     }
-    int fd = -1;
-    char mark;
+    int fd;
+    char mark = 0;
     size_t got;
-    CD_TRY(cd_fd_recv(socket, &fd, &mark, 1, &got));
-    if (fd < 0 && mark == NO_DESCRIPTOR)
+    cd_status status = cd_fd_recv(socket, &fd, &mark, 1, &got);
+    if (status == CD_OK)
+        return cd_segment_attach(fd, out);
+    if (mark == NO_DESCRIPTOR)
         return cd_fail(CD_NETWORK, "the rank that makes the host's shared memory may open no further file: ulimit -n raises it");
-    if (fd < 0)
-        return cd_fail(CD_PEER_LOST, "the rank that made the shared memory closed the connection");
-    return cd_segment_attach(fd, out);
+    return status;
 }
 
 cd_status cd_handout_fetch(const uint8_t nonce[16], const cd_handout_key *key, const cd_patience *patience, cd_segment *out)

@@ -125,8 +125,18 @@ size_t cd_world_host_bytes(const cd_world *world);
 /* bootstrap.c: meets, connects, fills in members to mesh; undoes nothing (world.c does). */
 cd_status cd_world_bootstrap(cd_world *world, const cd_world_config *config, const cd_patience *patience);
 
-/* connect.c: who runs on whose host, as far as the members say; data pipes to all ranks, the control connection to the deputy. */
+/* connect.c: who runs on whose host, as far as the members say; the host's memory; data pipes to all ranks, the control
+ * connection to the deputy. */
 void cd_world_find_hosts(cd_world *world);
+/* The same patience, which in bootstrap also hears who cannot go on: on rank 0 any rank, elsewhere what rank 0 says of all. Then
+ * the wait ends with that error, which names the rank. `listening` is its memory. */
+typedef struct {
+    cd_world *world;
+    const cd_patience *outer;
+} cd_listening;
+cd_patience cd_world_listening(cd_world *world, const cd_patience *patience, cd_listening *listening);
+/* Makes or maps this host's memory. *attached_p = 0: the proof by doing failed, this rank counts as a host of its own. */
+cd_status cd_world_share_host(cd_world *world, const cd_patience *patience, uint8_t *attached_p);
 cd_status cd_world_connect(cd_world *world, const cd_member *me, const cd_patience *patience);
 
 /* monitor.c */

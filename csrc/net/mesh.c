@@ -67,6 +67,14 @@ void cd_mesh_attach(cd_mesh *mesh, cd_pipe *pipe)
     cd_mesh_unlock(mesh);
 }
 
+bool cd_mesh_reaches(cd_mesh *mesh, int peer)
+{
+    pthread_mutex_lock(&mesh->lock);
+    bool reaches = mesh->peers[peer].pipe != 0;
+    pthread_mutex_unlock(&mesh->lock);
+    return reaches;
+}
+
 void cd_mesh_close(cd_mesh *mesh, const cd_error *why)
 {
     pthread_mutex_lock(&mesh->lock);

@@ -66,6 +66,8 @@ typedef struct cd_xfer {
 cd_status cd_mesh_create(int rank, int world, cd_mesh **out);
 /* Gives the mesh the pipe to pipe->peer; the mesh owns it from here. A rank without pipe is unreachable: transfers fail. */
 void cd_mesh_attach(cd_mesh *mesh, cd_pipe *pipe);
+/* Whether it was given one. Any thread. */
+bool cd_mesh_reaches(cd_mesh *mesh, int peer);
 /* Fails every transfer, running and later. Any thread; does not block. */
 void cd_mesh_close(cd_mesh *mesh, const cd_error *why);
 /* After close; joins the helper thread, frees pipes and kept messages. Takes NULL. */

@@ -170,15 +170,15 @@ cd_status cd_fd_recv(int socket, int *fd_p, void *bytes, size_t count, size_t *g
         got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
     while (got < 0 && errno == EINTR);
     if (got < 0)
-        return cd_fail_errno(CD_IO, errno, "receiving a descriptor from a local rank");
+        return cd_fail_errno(errno == ECONNRESET ? CD_PEER_LOST : CD_IO, errno, "receiving a descriptor from a local rank");
     int fd = take_descriptors(&message);
     if (got == 0 || fd < 0 || (message.msg_flags & MSG_CTRUNC)) {
         if (fd >= 0)
             close(fd);
         if (got > 0 && (message.msg_flags & MSG_CTRUNC)) /* the kernel had no number to put it under */
             return cd_fail_errno(CD_NO_MEMORY, EMFILE, "receiving a descriptor from a local rank");
-        return cd_fail(CD_IO, got == 0 ? "receiving a descriptor: the local rank closed the socket"
-                                       : "receiving a descriptor: the message carried none");
+        return got == 0 ? cd_fail(CD_PEER_LOST, "receiving a descriptor: the local rank closed the socket")
+                        : cd_fail(CD_IO, "receiving a descriptor: the message carried none");
     }
     *fd_p = fd;
     *got_p = (size_t)got;

@@ -28,6 +28,7 @@ void cd_segment_free(cd_segment *segment);
 /* Passing descriptors over a Unix socket (SCM_RIGHTS), together with a few bytes; non-blocking sockets answer CD_IO with
  * EAGAIN in the text only when the caller did not wait for readiness first. */
 cd_status cd_fd_send(int socket, int fd, const void *bytes, size_t count);
+/* CD_PEER_LOST: the other end closed. CD_IO where a message comes without a descriptor; `bytes` are filled all the same. */
 cd_status cd_fd_recv(int socket, int *fd_p, void *bytes, size_t count, size_t *got_p);
 
 #endif

@@ -1,4 +1,5 @@
-"""What a process may not have: descriptors. All ranks are told at once, and whose limit it was."""
+"""What a process may not have: descriptors, threads, addresses. All ranks are told at once, and whose limit
+it was."""
 
 import os
 import resource
@@ -7,6 +8,7 @@ import sys
 
 import cdist
 import numpy as np
+import pytest
 from cdist.testing import run
 
 ROOT = os.path.dirname(os.path.dirname(cdist.__file__))
@@ -27,12 +29,13 @@ def _limited(rank, world, spare, port):
     return float(x[0])
 
 
-def test_all_ranks_hear_whose_limit_of_files_it_was():
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_all_ranks_hear_whose_limit_of_files_it_was(transport):
     """Each number of descriptors: too few to meet the others, who miss this rank, or to go on, or enough."""
     server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     told = 0
     for spare in range(16):
-        options = {"init": False, "allow_failures": True, "timeout": 40, "transport": "shm"}
+        options = {"init": False, "allow_failures": True, "timeout": 40, "transport": transport}
         outcomes = run(_limited, 3, spare, server.port, **options)
         if outcomes == [3.0] * 3:
             break
@@ -40,6 +43,44 @@ def test_all_ranks_hear_whose_limit_of_files_it_was():
         told += all("rank 1 (" in str(error) and "ulimit -n" in str(error) for error in outcomes)
     assert outcomes == [3.0] * 3
     assert told  # how often depends on which deadline passes first
+
+
+def _without(rank, world, who, limit, port):
+    store = cdist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    if rank == who and limit == "threads":
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        os.setuid(65534)  # no limit holds for root
+    elif rank == who:
+        with open("/proc/self/statm") as pages:
+            used = int(pages.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20),) * 2)
+    cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=30)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("limit", "remedy"), [("threads", "ulimit -u"), ("addresses", "ulimit -v")])
+def test_all_ranks_hear_whose_limit_it_was(limit, remedy, who):
+    """A rank that waits for the host's memory, which the failing one makes, hears the reason."""
+    if limit == "threads" and os.geteuid():
+        pytest.skip("needs root, to be another user")
+    environ = {"CDIST_ARENA_BYTES": 1 << 30}
+    for _ in range(5):
+        server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        options = {
+            "init": False,
+            "allow_failures": True,
+            "timeout": 20,
+            "transport": "shm",
+            "environ": environ,
+        }
+        outcomes = run(_without, 3, who, limit, server.port, **options)
+        if limit == "addresses" and who == 0:
+            assert outcomes == [None] * 3  # who makes the memory makes less
+            continue
+        for rank, error in enumerate(outcomes):
+            assert isinstance(error, MemoryError if rank == who else cdist.DistNetworkError), outcomes
+            assert f"rank {who} (pid" in str(error)
+            assert remedy in str(error)
 
 
 def test_a_launcher_without_descriptors_says_so(tmp_path):
