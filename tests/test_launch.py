@@ -1131,6 +1131,48 @@ def test_a_launcher_that_dies_ends_the_others(launcher, killed):
     assert f"cdistrun: on node {killed}: lost: " in other.stderr
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_launcher_with_the_rank_of_another_one_ends_alone(launcher, ends):
+    """What it, or a worker of it that ends, has to say is nothing that the job at work should end for."""
+    script = launcher.script(f"""
+        if os.environ.get("LATE"):
+            sys.exit(3) if {ends} else time.sleep(600)
+        touch(f"up{{rank}}")
+        wait_for("go")
+        """)
+    port = free_port()
+    processes = start_nodes(launcher, script, port=port)
+    launcher.wait_for("up0", "up1", "up2", "up3")
+    late = ["--nnodes", 2, PER_NODE, 2, "--node-rank", 1, "--master-port", port, script]
+    result = launcher.finish(launcher.start(*late, env={"LATE": "1"}))
+    assert result.returncode == (3 if ends else 1), result.stderr
+    if not ends:
+        assert "cdistrun: on node 1: --node-rank 1 is that of another launcher" in result.stderr
+        assert f"(pid {processes[1].pid} on " in result.stderr
+    (launcher.folder / "go").touch()
+    assert [launcher.finish(p).returncode for p in processes] == [0, 0]
+
+
+def test_a_launcher_takes_the_place_of_one_that_was_killed(launcher):
+    script = launcher.script(
+        "if rank > 1: touch(f'up{rank}')\ntime.sleep(0 if os.environ.get('AGAIN') else 600)"
+    )
+    port = free_port()
+    start = ["--nnodes", 3, PER_NODE, 1, "--master-port", port]
+    processes = [launcher.start(*start, "--node-rank", node, script) for node in range(2)]
+    store = TCPStore("127.0.0.1", port, None, False)
+    while store.add("cdist.agent/none/beat/1", 0) == 0:
+        time.sleep(0.01)
+    del store
+    processes[1].kill()
+    processes[1].communicate()
+    again = launcher.start(*start, "--node-rank", 1, script, env={"AGAIN": "1"})
+    third = launcher.start(*start, "--node-rank", 2, script)
+    launcher.wait_for("up2")
+    third.send_signal(signal.SIGTERM)  # heard of by all that are part of the job
+    assert [launcher.finish(p).returncode for p in (third, processes[0], again)] == [143] * 3
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_ctrl_c_while_other_nodes_are_missing(launcher, node):  # K119
     script = launcher.script("touch('up')\ntime.sleep(600)")

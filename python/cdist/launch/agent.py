@@ -448,6 +448,11 @@ class Agent:
                 f"cdistrun: {rest[0]} of {self.options.nnodes} nodes have come so far; the others are to be "
                 f"started with the address {self.address}:{self.port}\n"
             )
+        elif kind == "refused" and not self.workers:
+            raise HostError(rest[0])
+        elif kind == "refused":
+            self.is_cut_off = True
+            self.remote = {"node": self.node_rank, "code": 1, "text": rest[0]}
         elif not self.workers:
             raise HostError(
                 f"no connection to node 0 at {self.options.master_addr}:{self.options.master_port}: {rest[0]}"

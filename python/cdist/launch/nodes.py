@@ -9,6 +9,7 @@ import json
 import math
 import os
 import queue
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,8 @@ from cdist.launch.host import HostError
 
 _LOOK_EVERY = 0.2
 _BEAT_EVERY = 1.0
+# A launcher of the same rank that has shown no sign of life for so long was killed.
+_LIVES = 2.5 * _BEAT_EVERY
 # After how many seconds it is said, once, who has not come: by the host of others, by them of the host.
 _SAY_AFTER = 10.0
 
@@ -25,7 +28,8 @@ class Nodes:
     """The thread of this launcher that talks to those of the other nodes.
 
     It puts into `events`, with a byte into `descriptor` each: ("rank", node_rank), ("failed", attempt, dict
-    with node, code and text), ("done",), ("seeking",), ("waiting", how many have come), ("lost", text).
+    with node, code and text), ("done",), ("seeking",), ("waiting", how many have come), ("refused", text),
+    ("lost", text).
     """
 
     def __init__(self, options, is_host):
@@ -67,9 +71,11 @@ class Nodes:
     def _run(self):
         try:
             self._store = self._connect()
-            self._store.add(self._prefix + "joined", 1)
             self.is_connected = True
             self._rank = self._options.node_rank
+            if not self._options.dynamic:
+                self._claim()
+            self._store.add(self._prefix + "joined", 1)
             if self._options.dynamic:
                 self._rank = self._store.add(self._prefix + "nodes", 1) - 1
                 if self._rank >= self._options.nnodes:
@@ -78,9 +84,31 @@ class Nodes:
             self._store.add(self._prefix + f"beat/{self._rank}", 1)  # who ends from now on is missed
             self._watch()
             self._say_goodbye()
+        except HostError as error:
+            self._post("refused", str(error))
         except Exception as error:
             if not self._stop.is_set():
                 self._post("lost", f"{type(error).__name__}: {error}")
+
+    def _claim(self):
+        """Take this launcher's rank; nothing that it reports may end the job of another that has it.
+
+        One that comes again after it was killed takes its place.
+        """
+        key, beat = self._prefix + f"owner/{self._rank}", self._prefix + f"beat/{self._rank}"
+        me = f"pid {os.getpid()} on {socket.gethostname()}"
+        owner = self._store.compare_set(key, "", me).decode()
+        if owner == me:
+            return
+        beats, end = self._store.add(beat, 0), time.monotonic() + _LIVES
+        while time.monotonic() < end:
+            time.sleep(_LOOK_EVERY)
+            if self._store.add(beat, 0) != beats:
+                raise HostError(
+                    f"--node-rank {self._rank} is that of another launcher, which is at work ({owner}): each "
+                    "node needs a rank of its own"
+                )
+        self._store.set(key, me)
 
     def _connect(self):
         from cdist import TCPStore
