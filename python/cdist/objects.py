@@ -202,9 +202,11 @@ def _fetch_rest(message, heads, streams, is_taker, move):
 
     `move(outputs, input)` moves one array a rank to all takers.
     """
+    buffers = [[] for _ in heads]
+    if not any([head[1] > _INLINE or head[2] for head in heads]):  # small objects: nothing is left
+        return buffers
     ranks = range(len(heads))
-    buffers = [[] for _ in ranks]
-    if None in streams:
+    if any(stream is None for stream in streams):
         rooms = [_room(heads[r][1] if streams[r] is None else 0) for r in ranks] if is_taker else None
         move(rooms, message.rest())
         if is_taker:
