@@ -235,6 +235,34 @@ def test_ipv6_alone():
         assert world(places, _sum, per_host=2, master=places[0].address6) == [10.0] * 4
 
 
+@needs_hosts
+def test_ipv6_without_any_ipv4(tmp_path):
+    """Not even loopback's: the launcher's usual address is not there, and it says which is."""
+    script = _script(tmp_path, SUM)
+    with hosts(1) as (host,):
+        if host.address6 is None:
+            pytest.skip("this kernel has no IPv6")
+        for card in ("eth0", "lo"):
+            host.run(["ip", "-4", "addr", "flush", "dev", card])
+        done = host.run([*LAUNCH, "--nproc-per-node", 2, script], check=False)
+        assert "--master-addr names an address of this host (::1 where it has no IPv4)" in done.stderr
+        done = host.run([*LAUNCH, "--nproc-per-node", 2, "--master-addr", "::1", script])
+        assert done.stdout == "3.0 ::1\n" * 2
+
+
+@needs_hosts
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.0.1", "::1"])
+def test_a_loopback_interface_that_is_down_is_said_at_once(tmp_path, address):
+    """As in a new network namespace: nothing that such a host sends to itself arrives."""
+    script = _script(tmp_path, SUM)
+    with hosts(1) as (host,):
+        host.ip("link set lo down")
+        done = host.run([*LAUNCH, "--nproc-per-node", 2, "--master-addr", address, script], 20, check=False)
+        assert done.returncode == 1
+        if address != "::1":  # which goes with the interface
+            assert "ip link set lo up" in done.stderr
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_a_store_at_any_loopback(host):
     """K35."""

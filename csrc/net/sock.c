@@ -7,12 +7,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -274,6 +276,26 @@ static cd_status await_connect(int fd, const cd_patience *patience, int *error_p
     return CD_OK;
 }
 
+/* What this host sends to an address of its own is lost for good while its loopback interface is down, as in a new network
+ * namespace. On loopback a connection is there at once: only one that is not comes here. */
+static cd_status check_loopback(int fd, const struct sockaddr_storage *to)
+{
+    struct ifreq loopback = {.ifr_name = "lo"};
+    if (ioctl(fd, SIOCGIFFLAGS, &loopback) != 0 || loopback.ifr_flags & IFF_UP)
+        return CD_OK;
+    struct sockaddr_storage from;
+    socklen_t bytes = sizeof from;
+    if (getsockname(fd, (struct sockaddr *)&from, &bytes) != 0)
+        return CD_OK;
+    char here[64], there[64];
+    cd_addr_text((const struct sockaddr *)&from, here, sizeof here);
+    cd_addr_text((const struct sockaddr *)to, there, sizeof there);
+    if (strcmp(here, there) != 0)
+        return CD_OK;
+    return cd_fail(CD_REFUSED, "the loopback interface of this host is down, without which it does not reach itself: ip link set "
+                   "lo up");
+}
+
 cd_status cd_sock_connect_once(const char *host, uint16_t port, const cd_patience *patience, int *fd_p)
 {
     struct sockaddr_storage found[8];
@@ -287,7 +309,9 @@ cd_status cd_sock_connect_once(const char *host, uint16_t port, const cd_patienc
         }
         error = connect(fd, (struct sockaddr *)&found[i], cd_addr_bytes(&found[i])) == 0 ? 0 : errno;
         if (error == EINPROGRESS) {
-            cd_status status = await_connect(fd, patience, &error);
+            cd_status status = check_loopback(fd, &found[i]);
+            if (status == CD_OK)
+                status = await_connect(fd, patience, &error);
             if (status != CD_OK) {
                 close(fd);
                 return status == CD_TIMED_OUT ? cd_fail(CD_TIMED_OUT, "no answer from %s port %u", host, port) : status;

@@ -30,7 +30,8 @@ cd_status cd_sock_accept(int listener, int *fd_p);
 /* Where descriptors ran out: accepts all that wait, each with the number of *spare_p (cd_host_spare_file), lets `tell` say on the
  * new socket, without blocking, why it cannot stay, and closes it. Whether anybody was there. *spare_p: kept anew if possible. */
 bool cd_sock_turn_away(int listener, int *spare_p, void (*tell)(void *ctx, int fd), void *ctx);
-/* One attempt over all addresses of the host. Errors: CD_NETWORK (refused, unreachable), those of patience. */
+/* One attempt over all addresses of the host. Errors: CD_NETWORK (refused, unreachable), CD_REFUSED (in vain as long as this host
+ * stays as it is), those of patience. */
 cd_status cd_sock_connect_once(const char *host, uint16_t port, const cd_patience *patience, int *fd_p);
 /* The same until it succeeds or patience ends, with growing pauses (10 ms to 1 s, ±50 %) so that thousands do not knock in
  * step. CD_NETWORK with the last cause when the deadline passed. */

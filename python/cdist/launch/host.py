@@ -1,5 +1,6 @@
 """The store that the launcher of node 0 hosts for all ranks, so that it outlives any of them."""
 
+import errno
 import socket
 
 # A server in this very process answers at once; a loaded machine may take a while.
@@ -57,10 +58,10 @@ def _listen(address, port):
         listener.listen(4096)
     except OSError as error:
         listener.close()
-        raise HostError(
-            f"cannot listen on {address}:{port}: {error.strerror}; choose another --master-port "
-            "(or none, where there is one node)"
-        ) from None
+        remedy = "choose another --master-port (or none, where there is one node)"
+        if error.errno == errno.EADDRNOTAVAIL:
+            remedy = "--master-addr names an address of this host (::1 where it has no IPv4)"
+        raise HostError(f"cannot listen on {address}:{port}: {error.strerror}; {remedy}") from None
     return listener
 
 
