@@ -73,19 +73,60 @@ static inline cd_span *buffer_span(buffer *b)
     return &b->span;
 }
 
+/* Many elements in one call where they lie side by side: a sanitizer takes its time with each. */
+static inline void buffer_put(const buffer *b, size_t at, size_t count, const unsigned char *from)
+{
+    size_t run = b->dims.ndim ? 1 : count;
+    for (size_t i = 0; i < count; i += run)
+        memcpy(buffer_at(b, at + i), from + i * b->item, run * b->item);
+}
+
+static inline void buffer_check(const buffer *b, size_t at, size_t count, const unsigned char *expected)
+{
+    size_t run = b->dims.ndim ? 1 : count;
+    for (size_t i = 0; i < count; i += run)
+        CHECK(memcmp(buffer_at(b, at + i), expected + i * b->item, run * b->item) == 0);
+}
+
+static inline void check_canary(const unsigned char *at, size_t bytes)
+{
+    CHECK(bytes == 0 || (at[0] == CANARY && memcmp(at, at + 1, bytes - 1) == 0));
+}
+
+/* Around the elements and between them. */
 static inline void buffer_check_gaps(const buffer *b)
 {
-    unsigned char *used = calloc(b->bytes + 1, 1);
-    for (size_t i = 0; i < b->count; i++)
-        memset(used + (buffer_at(b, i) - b->memory), 1, b->item);
-    for (size_t i = 0; i < b->bytes; i++)
-        CHECK(used[i] || b->memory[i] == CANARY);
-    free(used);
+    size_t item = b->item, apart = b->dims.ndim == 1 && b->dims.strides[0] > 0 ? b->count : 0;
+    for (size_t i = 0; i < apart; i++)
+        check_canary(b->memory + 2 * i * item, item);
+    const unsigned char *next = b->memory + 2 * apart * item;
+    if (b->count && !apart) {
+        const unsigned char *first = buffer_at(b, 0), *last = buffer_at(b, b->count - 1);
+        next = (first < last ? last : first) + item;
+        check_canary(b->memory, (size_t)((first < last ? first : last) - b->memory));
+    }
+    check_canary(next, (size_t)(b->memory + b->bytes - next));
 }
 
 /* ---- values ---- */
 
-static inline uint64_t scramble(uint64_t x)
+typedef struct {
+    cd_kind kind;
+    cd_coll_func run; /* NULL: what the plan says */
+    cd_dtype dtype;
+    cd_redop redop;
+    size_t item, count; /* elements of a block (of the buffer for all_reduce, reduce, broadcast) */
+    int root, layout;
+    bool in_place, uneven, lists;
+    bool gaps_out;     /* the output of what reduces or scatters has gaps, whatever the layout */
+    unsigned in_arena; /* bit per rank whose buffers lie in the arena */
+    uint64_t salt;
+} test_case;
+
+/* What is no memory of a rank is nothing for a sanitizer, which would take most of a test's time there. */
+#define OF_THE_TEST __attribute__((no_sanitize("address", "thread")))
+
+OF_THE_TEST static inline uint64_t scramble(uint64_t x)
 {
     x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
     x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
@@ -93,7 +134,7 @@ static inline uint64_t scramble(uint64_t x)
 }
 
 /* Element `i` of what `giver` gives to `taker` in case `salt`. Reduced types get numbers whose sums round. */
-static inline void value(cd_dtype dtype, size_t item, uint64_t salt, int giver, int taker, size_t i, void *out)
+OF_THE_TEST static inline void value(cd_dtype dtype, size_t item, uint64_t salt, int giver, int taker, size_t i, void *out)
 {
     uint64_t bits = scramble(salt * 1000003 + (uint64_t)giver * 7919 + (uint64_t)taker * 104729 + i * 31);
     double number = (double)(bits % 2001) / 7.0 - 140.0;
@@ -115,22 +156,51 @@ static inline void value(cd_dtype dtype, size_t item, uint64_t salt, int giver, 
         break;
     }
     default:
-        for (size_t at = 0; at < item; at += 8) {
-            memcpy((char *)out + at, &bits, item - at < 8 ? item - at : 8);
-            bits = scramble(bits + 1);
-        }
+        for (; item >= 8; item -= 8, out = (char *)out + 8, bits = scramble(bits + 1))
+            memcpy(out, &bits, 8);
+        for (size_t at = 0; at < item; at++)
+            ((unsigned char *)out)[at] = (unsigned char)(bits >> (8 * at));
     }
 }
 
-static inline void fill(buffer *b, cd_dtype dtype, uint64_t salt, int giver, int taker)
+/* How many elements are made at a time, into `piece`. */
+static _Thread_local unsigned char piece[1 << 19];
+
+static inline size_t piece_count(size_t item, size_t left)
 {
-    for (size_t i = 0; i < b->count; i++)
-        value(dtype, b->item, salt, giver, taker, i, buffer_at(b, i));
+    size_t most = item < 16384 ? 16384 / item : 1;
+    CHECK(item <= sizeof piece);
+    return left < most ? left : most;
+}
+
+OF_THE_TEST static inline void make_values(cd_dtype dtype, size_t item, uint64_t salt, int giver, int taker, size_t at,
+                                           size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        value(dtype, item, salt, giver, taker, at + i, piece + i * item);
+}
+
+static inline void fill(const buffer *b, size_t start, size_t count, cd_dtype dtype, uint64_t salt, int giver, int taker)
+{
+    for (size_t at = 0, n; at < count; at += n) {
+        n = piece_count(b->item, count - at);
+        make_values(dtype, b->item, salt, giver, taker, at, n);
+        buffer_put(b, start + at, n, piece);
+    }
+}
+
+static inline void check_filled(const buffer *b, size_t start, size_t count, cd_dtype dtype, uint64_t salt, int giver, int taker)
+{
+    for (size_t at = 0, n; at < count; at += n) {
+        n = piece_count(b->item, count - at);
+        make_values(dtype, b->item, salt, giver, taker, at, n);
+        buffer_check(b, start + at, n, piece);
+    }
 }
 
 /* The plain left-to-right loop, for the pairs that have one in C; otherwise the kernel over single elements. */
-static inline void reduced(cd_redop redop, cd_dtype dtype, size_t item, uint64_t salt, int world, int taker, size_t i,
-                    double factor, void *out)
+OF_THE_TEST static inline void reduced(cd_redop redop, cd_dtype dtype, size_t item, uint64_t salt, int world, int taker, size_t i,
+                                       double factor, void *out)
 {
     char parts[MOST_RANKS][32];
     const void *inputs[MOST_RANKS];
@@ -163,20 +233,17 @@ static inline void reduced(cd_redop redop, cd_dtype dtype, size_t item, uint64_t
     }
 }
 
-/* ---- one case on one rank ---- */
+static inline void check_reduced(const buffer *b, const test_case *c, int world, int taker, double factor)
+{
+    for (size_t at = 0, n; at < b->count; at += n) {
+        n = piece_count(b->item, b->count - at);
+        for (size_t i = 0; i < n; i++)
+            reduced(c->redop, c->dtype, c->item, c->salt, world, taker, at + i, factor, piece + i * c->item);
+        buffer_check(b, at, n, piece);
+    }
+}
 
-typedef struct {
-    cd_kind kind;
-    cd_coll_func run; /* NULL: what the plan says */
-    cd_dtype dtype;
-    cd_redop redop;
-    size_t item, count; /* elements of a block (of the buffer for all_reduce, reduce, broadcast) */
-    int root, layout;
-    bool in_place, uneven, lists;
-    bool gaps_out;     /* the output of what reduces or scatters has gaps, whatever the layout */
-    unsigned in_arena; /* bit per rank whose buffers lie in the arena */
-    uint64_t salt;
-} test_case;
+/* ---- one case on one rank ---- */
 
 static inline size_t block_count(const test_case *c, int giver, int taker)
 {
@@ -222,16 +289,19 @@ static inline void blocks_make(block_set *s, const test_case *c, int world, int 
     s->blocks = (cd_blocks){.list = s->spans, .spans = world};
 }
 
-static inline unsigned char *blocks_at(const block_set *s, int peer, size_t i)
+static inline const buffer *blocks_of(const block_set *s, int peer, size_t *start_p)
 {
-    return s->lists ? buffer_at(&s->each[peer], i) : buffer_at(&s->whole, s->starts[peer] + i);
+    *start_p = s->lists ? 0 : s->starts[peer];
+    return s->lists ? &s->each[peer] : &s->whole;
 }
 
 static inline void blocks_fill(block_set *s, const test_case *c, int world, int rank)
 {
-    for (int j = 0; j < world; j++)
-        for (size_t i = 0; i < s->counts[j]; i++)
-            value(c->dtype, c->item, c->salt, rank, j, i, blocks_at(s, j, i));
+    for (int j = 0; j < world; j++) {
+        size_t start;
+        const buffer *b = blocks_of(s, j, &start);
+        fill(b, start, s->counts[j], c->dtype, c->salt, rank, j);
+    }
 }
 
 static inline void blocks_free(block_set *s, int world)
@@ -266,23 +336,15 @@ static inline void run_reduction(shm_ranks *g, int rank, const test_case *c, cd_
     bool has_out = c->kind == CD_ALL_REDUCE || rank == c->root;
     buffer in = buffer_make(c->count, c->item, c->layout);
     buffer out = buffer_make(c->count, c->item, c->gaps_out ? GAPS : c->in_arena ? c->layout : (c->layout + 1) % LAYOUTS);
-    fill(&in, c->dtype, c->salt, rank, 0);
+    fill(&in, 0, c->count, c->dtype, c->salt, rank, 0);
     op.in = shm_one(buffer_span(&in));
     if (has_out)
         op.out = shm_one(buffer_span(c->in_place ? &in : &out));
     run_op(g, rank, c, &op);
-    const buffer *result = c->in_place ? &in : &out;
-    char expected[32];
-    for (size_t i = 0; i < c->count; i++) {
-        if (has_out) {
-            reduced(c->redop, c->dtype, c->item, c->salt, g->world, 0, i, op.factor, expected);
-            CHECK(memcmp(expected, buffer_at(result, i), c->item) == 0);
-        }
-        if (!has_out || !c->in_place) {
-            value(c->dtype, c->item, c->salt, rank, 0, i, expected);
-            CHECK(memcmp(expected, buffer_at(&in, i), c->item) == 0);
-        }
-    }
+    if (has_out)
+        check_reduced(c->in_place ? &in : &out, c, g->world, 0, op.factor);
+    if (!has_out || !c->in_place)
+        check_filled(&in, 0, c->count, c->dtype, c->salt, rank, 0);
     buffer_check_gaps(&in);
     buffer_check_gaps(&out);
     buffer_free(&in);
@@ -293,30 +355,22 @@ static inline void run_broadcast(shm_ranks *g, int rank, const test_case *c, cd_
 {
     buffer b = buffer_make(c->count, c->item, (c->layout + (c->in_arena ? abs(rank - c->root) : rank)) % LAYOUTS);
     if (rank == c->root) {
-        fill(&b, c->dtype, c->salt, c->root, 0);
+        fill(&b, 0, c->count, c->dtype, c->salt, c->root, 0);
         op.in = shm_one(buffer_span(&b));
     } else {
         op.out = shm_one(buffer_span(&b));
     }
     run_op(g, rank, c, &op);
-    unsigned char *expected = malloc(c->item);
-    for (size_t i = 0; i < c->count; i++) {
-        value(c->dtype, c->item, c->salt, c->root, 0, i, expected);
-        CHECK(memcmp(expected, buffer_at(&b, i), c->item) == 0);
-    }
-    free(expected);
+    check_filled(&b, 0, c->count, c->dtype, c->salt, c->root, 0);
     buffer_check_gaps(&b);
     buffer_free(&b);
 }
 
-static inline void check_block(const test_case *c, int giver, int taker_salt, size_t count, const block_set *s, int slot)
+static inline void check_block(const test_case *c, int giver, int taker_salt, const block_set *s, int slot)
 {
-    unsigned char *expected = malloc(c->item);
-    for (size_t i = 0; i < count; i++) {
-        value(c->dtype, c->item, c->salt, giver, taker_salt, i, expected);
-        CHECK(memcmp(expected, blocks_at(s, slot, i), c->item) == 0);
-    }
-    free(expected);
+    size_t start;
+    const buffer *b = blocks_of(s, slot, &start);
+    check_filled(b, start, s->counts[slot], c->dtype, c->salt, giver, taker_salt);
 }
 
 /* all_gather, gather: one span in, blocks out. */
@@ -325,7 +379,7 @@ static inline void run_gathering(shm_ranks *g, int rank, const test_case *c, cd_
     static _Thread_local block_set out;
     bool has_out = c->kind == CD_ALL_GATHER || rank == c->root;
     buffer in = buffer_make(block_count(c, rank, 0), c->item, c->layout);
-    fill(&in, c->dtype, c->salt, rank, 0);
+    fill(&in, 0, in.count, c->dtype, c->salt, rank, 0);
     op.in = shm_one(buffer_span(&in));
     if (has_out) {
         blocks_make(&out, c, g->world, rank, false);
@@ -334,7 +388,7 @@ static inline void run_gathering(shm_ranks *g, int rank, const test_case *c, cd_
     run_op(g, rank, c, &op);
     if (has_out) {
         for (int j = 0; j < g->world; j++)
-            check_block(c, j, 0, out.counts[j], &out, j);
+            check_block(c, j, 0, &out, j);
         blocks_free(&out, g->world);
     }
     buffer_check_gaps(&in);
@@ -354,18 +408,13 @@ static inline void run_scattering(shm_ranks *g, int rank, const test_case *c, cd
         op.in = in.blocks;
     }
     run_op(g, rank, c, &op);
-    unsigned char *expected = malloc(c->item + 32);
-    for (size_t i = 0; i < out.count; i++) {
-        if (c->kind == CD_REDUCE_SCATTER)
-            reduced(c->redop, c->dtype, c->item, c->salt, g->world, rank, i, op.factor, expected);
-        else
-            value(c->dtype, c->item, c->salt, c->root, rank, i, expected);
-        CHECK(memcmp(expected, buffer_at(&out, i), c->item) == 0);
-    }
-    free(expected);
+    if (c->kind == CD_REDUCE_SCATTER)
+        check_reduced(&out, c, g->world, rank, op.factor);
+    else
+        check_filled(&out, 0, out.count, c->dtype, c->salt, c->root, rank);
     if (has_in) {
         for (int j = 0; j < g->world; j++)
-            check_block(c, rank, j, in.counts[j], &in, j);
+            check_block(c, rank, j, &in, j);
         blocks_free(&in, g->world);
     }
     buffer_check_gaps(&out);
@@ -382,7 +431,7 @@ static inline void run_exchange(shm_ranks *g, int rank, const test_case *c, cd_o
     op.out = out.blocks;
     run_op(g, rank, c, &op);
     for (int j = 0; j < g->world; j++)
-        check_block(c, j, rank, out.counts[j], &out, j);
+        check_block(c, j, rank, &out, j);
     blocks_free(&in, g->world);
     blocks_free(&out, g->world);
 }
