@@ -117,6 +117,7 @@ cd_status cd_world_share_host(cd_world *w, const cd_patience *patience, uint8_t 
     memcpy(key.generation, w->generation, sizeof key.generation);
     int leader = w->host_of[w->rank];
     if (leader == w->rank) {
+        cd_world_limit_arena(w);
         cd_status status = cd_segment_create(cd_world_host_bytes(w), &w->segment);
         if (status != CD_OK) {
             /* An address-space limit: go without the arena. */

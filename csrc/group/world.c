@@ -8,15 +8,16 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #define ARENA_MOST (UINT64_C(64) << 30)
+#define PAGE 4096
 
 static size_t line_up(size_t bytes)
 {
-    size_t page = 4096;
-    return (bytes + page - 1) & ~(page - 1);
+    return (bytes + PAGE - 1) & ~(size_t)(PAGE - 1);
 }
 
 /* Bytes of the arena of one rank: a limit of addresses, not of memory. */
@@ -40,13 +41,25 @@ size_t cd_world_host_bytes(const cd_world *w)
            (size_t)w->locals * w->host.arena_bytes;
 }
 
+void cd_world_limit_arena(cd_world *w)
+{
+    struct rlimit limit;
+    if (!cd_knob_is("CDIST_ARENA_BYTES", "auto") || getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+        return;
+    /* The arenas of all ranks are mapped by each: three quarters of its addresses are left to the program. */
+    size_t most = (size_t)(limit.rlim_cur / 4 / (uint64_t)w->locals) & ~(size_t)(PAGE - 1);
+    if (w->host.arena_bytes > most)
+        w->host.arena_bytes = most;
+}
+
 cd_status cd_world_lay_out(cd_world *w, void *base, size_t bytes)
 {
-    /* The leader may have had to do without an arena; what it made tells. */
-    if (bytes < cd_world_host_bytes(w))
-        w->host.arena_bytes = 0;
-    if (bytes < cd_world_host_bytes(w))
-        return cd_fail(CD_PROTOCOL, "the host's shared memory has %zu bytes, expected %zu", bytes, cd_world_host_bytes(w));
+    /* Where the arenas lie is for the leader to say, which may have been told another size or had to do without. */
+    w->host.arena_bytes = 0;
+    size_t needed = cd_world_host_bytes(w);
+    if (bytes < needed)
+        return cd_fail(CD_PROTOCOL, "the host's shared memory has %zu bytes, expected %zu", bytes, needed);
+    w->host.arena_bytes = (bytes - needed) / (size_t)w->locals & ~(size_t)(PAGE - 1);
     char *next = base;
     w->host.rows = (cd_host_row *)base;
     next += line_up((size_t)w->locals * sizeof(cd_host_row));

@@ -119,6 +119,9 @@ bool cd_world_is_hub(const cd_world *world, int rank);
 /* To all other ranks: directly on rank 0 and the deputy, through them elsewhere. Never blocks for long; a full socket drops the
  * notice (its reader is stuck and learns by its own deadline). `skip`: not to this rank. */
 void cd_world_tell(cd_world *world, cd_control_kind kind, const cd_notice *notice, int skip);
+/* Of who makes the host's memory: no larger arenas than a limit of addresses leaves room for. */
+void cd_world_limit_arena(cd_world *world);
+/* Lays out what the maker made, whatever this rank would have made. */
 cd_status cd_world_lay_out(cd_world *world, void *base, size_t bytes);
 size_t cd_world_host_bytes(const cd_world *world);
 

@@ -83,6 +83,43 @@ def test_all_ranks_hear_whose_limit_it_was(limit, remedy, who):
             assert remedy in str(error)
 
 
+def _with_room_for(rank, world, limit, sizes, port):
+    os.environ["CDIST_ARENA_BYTES"] = sizes[rank]
+    if limit:
+        with open("/proc/self/statm") as pages:
+            used = int(pages.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + limit,) * 2)
+    store = cdist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
+    cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=20)
+    shared = [cdist.empty(1 << 20) for _ in range(4)]
+    own = np.full(limit // 16 or 1, rank + 1.0)  # half of the room is the program's
+    for i, x in enumerate(shared):
+        x[:] = rank * 10 + i
+    cdist.barrier()
+    assert all((x == rank * 10 + i).all() for i, x in enumerate(shared))
+    for x in [*shared, own]:
+        cdist.all_reduce(x)
+    cdist.barrier()
+    sums = [set(x.tolist()) for x in shared]
+    return sums == [{30.0 + 3 * i} for i in range(4)] and own.min() == own.max() == 6
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes"),
+    [
+        (1 << 30, ["auto"] * 3),  # of addresses, as batch systems set it
+        (0, ["128M", "1G", "512M"]),
+        (0, ["1G", "0", "128M"]),
+        (0, ["0", "1G", "1G"]),
+    ],
+)
+def test_arenas_lie_where_the_maker_of_the_memory_says(limit, sizes):
+    """Ranks that were told other sizes, or that have less room, wrote beside what was mapped."""
+    server = cdist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    options = {"init": False, "timeout": 40, "transport": "shm"}
+    assert run(_with_room_for, 3, limit, sizes, server.port, **options) == [True] * 3
+
+
 def test_a_launcher_without_descriptors_says_so(tmp_path):
     """Its own pipes, or the store's connections: within seconds, and not after minutes."""
     script = tmp_path / "job.py"
