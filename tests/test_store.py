@@ -246,7 +246,12 @@ def test_eight_threads_share_one_client(store):
     """K79: seven add 10,000 times together while one waits."""
     rounds = 50 if "File" in type(getattr(store, "_underlying_non_prefix_store", store)).__name__ else 1430
     got = []
-    waiter = threading.Thread(target=lambda: got.append(store.get("go")))
+
+    def wait():
+        store.wait(["go"], timedelta(seconds=60))  # the counting may take longer than the store's own timeout
+        got.append(store.get("go"))
+
+    waiter = threading.Thread(target=wait)
     waiter.start()
 
     def count():
