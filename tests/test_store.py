@@ -71,7 +71,8 @@ class PlainStore(Store):
 
 
 def _tcp():
-    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10))
+    # Against hangs: a get waits while others add for 20 s on a loaded machine.
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=100))
 
 
 def _torch_python_store():
