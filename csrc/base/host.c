@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/resource.h>
@@ -62,6 +63,21 @@ void cd_host_name(char *out, size_t bytes)
 size_t cd_host_page_bytes(void)
 {
     return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+uint64_t cd_host_address_room(void)
+{
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+        return UINT64_MAX;
+    char text[32] = "";
+    int fd = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd >= 0 ? read(fd, text, sizeof text - 1) : 0;
+    if (fd >= 0)
+        close(fd);
+    /* Its first number: pages that are mapped. */
+    uint64_t used = got > 0 ? strtoull(text, NULL, 10) * cd_host_page_bytes() : 0;
+    return used < limit.rlim_cur ? limit.rlim_cur - used : 0;
 }
 
 void cd_host_want_files(uint64_t count)

@@ -16,6 +16,8 @@ cd_status cd_host_random(void *out, size_t bytes) CD_MUST_USE;
 /* Host name, cut to fit. For messages only: never resolved. */
 void cd_host_name(char *out, size_t bytes);
 size_t cd_host_page_bytes(void);
+/* Bytes of addresses that this process may still map under its limit (ulimit -v); UINT64_MAX where there is none. */
+uint64_t cd_host_address_room(void);
 /* Raises the soft limit of open files to `count`, as far as the hard one lets it. */
 void cd_host_want_files(uint64_t count);
 /* A number kept free, for when there is no other: the null device; −1: there was none left. */

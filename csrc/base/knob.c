@@ -24,8 +24,8 @@ static const cd_knob_row rows[] = {
      "large messages and collectives within a host are read in the memory of the rank that gives them "
      "(process_vm_readv): auto (where the kernel allows it and it is faster), always (where allowed), never"},
     {"CDIST_ARENA_BYTES", "auto", CD_KNOB_NUMBER, "auto", UINT64_C(1) << 40,
-     "shared arena per rank: auto (as much as the host has memory, at most 64G, all ranks together a quarter of ulimit -v) or "
-     "bytes (K, M, G); 0: none"},
+     "shared arena per rank: auto (as much as the host has memory, at most 64G, all ranks together a quarter of what ulimit -v "
+     "leaves) or bytes (K, M, G); 0: none"},
     {"CDIST_REDUCER", "auto", CD_KNOB_WORD, "auto, inline, worker", 0,
      "who reduces gradients in shared memory: inline: the threads that compute them; worker: a thread of the "
      "group; auto: inline "

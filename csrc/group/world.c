@@ -1,3 +1,4 @@
+#include "base/host.h"
 #include "base/knob.h"
 #include "base/log.h"
 #include "group/group_impl.h"
@@ -8,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -43,11 +43,11 @@ size_t cd_world_host_bytes(const cd_world *w)
 
 void cd_world_limit_arena(cd_world *w)
 {
-    struct rlimit limit;
-    if (!cd_knob_is("CDIST_ARENA_BYTES", "auto") || getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+    uint64_t room = cd_host_address_room();
+    if (!cd_knob_is("CDIST_ARENA_BYTES", "auto") || room == UINT64_MAX)
         return;
-    /* The arenas of all ranks are mapped by each: three quarters of its addresses are left to the program. */
-    size_t most = (size_t)(limit.rlim_cur / 4 / (uint64_t)w->locals) & ~(size_t)(PAGE - 1);
+    /* The arenas of all ranks are mapped by each: three quarters of what is left are the program's. */
+    size_t most = (size_t)(room / 4 / (uint64_t)w->locals) & ~(size_t)(PAGE - 1);
     if (w->host.arena_bytes > most)
         w->host.arena_bytes = most;
 }

@@ -1,6 +1,7 @@
 """What a process may not have: descriptors, threads, addresses. All ranks are told at once, and whose limit
 it was."""
 
+import mmap
 import os
 import resource
 import subprocess
@@ -83,12 +84,18 @@ def test_all_ranks_hear_whose_limit_it_was(limit, remedy, who):
             assert remedy in str(error)
 
 
+def _addresses():
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[0]) * resource.getpagesize()
+
+
 def _with_room_for(rank, world, limit, sizes, port):
     os.environ["CDIST_ARENA_BYTES"] = sizes[rank]
     if limit:
-        with open("/proc/self/statm") as pages:
-            used = int(pages.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + limit,) * 2)
+        # As if torch were there: a quarter of all addresses would be three of those that are left.
+        rest = 2 * limit - _addresses()
+        mapped = mmap.mmap(-1, max(rest, mmap.PAGESIZE), mmap.MAP_PRIVATE, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (_addresses() + limit,) * 2)
     store = cdist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=20)
     shared = [cdist.empty(1 << 20) for _ in range(4)]
@@ -101,6 +108,8 @@ def _with_room_for(rank, world, limit, sizes, port):
         cdist.all_reduce(x)
     cdist.barrier()
     sums = [set(x.tolist()) for x in shared]
+    if limit:
+        mapped.close()
     return sums == [{30.0 + 3 * i} for i in range(4)] and own.min() == own.max() == 6
 
 
