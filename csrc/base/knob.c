@@ -25,7 +25,7 @@ static const cd_knob_row rows[] = {
      "(process_vm_readv): auto (where the kernel allows it and it is faster), always (where allowed), never"},
     {"CDIST_ARENA_BYTES", "auto", CD_KNOB_NUMBER, "auto", UINT64_C(1) << 40,
      "shared arena per rank: auto (as much as the host has memory, at most 64G, all ranks together a quarter of what ulimit -v "
-     "leaves) or bytes (K, M, G); 0: none"},
+     "leaves) or bytes (K, M, G); 0: none; the first rank of a host says for all of it"},
     {"CDIST_REDUCER", "auto", CD_KNOB_WORD, "auto, inline, worker", 0,
      "who reduces gradients in shared memory: inline: the threads that compute them; worker: a thread of the "
      "group; auto: inline "

@@ -46,15 +46,18 @@ def test_all_ranks_hear_whose_limit_of_files_it_was(transport):
     assert told  # how often depends on which deadline passes first
 
 
+def _addresses():
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[0]) * resource.getpagesize()
+
+
 def _without(rank, world, who, limit, port):
     store = cdist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     if rank == who and limit == "threads":
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
         os.setuid(65534)  # no limit holds for root
     elif rank == who:
-        with open("/proc/self/statm") as pages:
-            used = int(pages.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (300 << 20),) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (_addresses() + (300 << 20),) * 2)
     cdist.init_process_group(store=store, rank=rank, world_size=world, timeout=30)
 
 
@@ -82,11 +85,6 @@ def test_all_ranks_hear_whose_limit_it_was(limit, remedy, who):
             assert isinstance(error, MemoryError if rank == who else cdist.DistNetworkError), outcomes
             assert f"rank {who} (pid" in str(error)
             assert remedy in str(error)
-
-
-def _addresses():
-    with open("/proc/self/statm") as pages:
-        return int(pages.read().split()[0]) * resource.getpagesize()
 
 
 def _with_room_for(rank, world, limit, sizes, port):
